@@ -1,0 +1,1 @@
+"""Block hashes, block pool, eviction, events and index: plain data, no I/O."""

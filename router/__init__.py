@@ -1,0 +1,1 @@
+"""Knows every replica and the shared index; picks one replica per request."""

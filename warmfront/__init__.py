@@ -1,0 +1,1 @@
+"""The front door: command line, local cluster, replay."""

@@ -1,0 +1,1 @@
+"""One replica: runs the model, owns its block pool, reports its blocks."""
