@@ -25,7 +25,6 @@ class SamplingParams:
     logit_bias: Mapping[int, float] = field(default_factory=dict)
     seed: int = 0  # of this choice: the engine draws one where the client gives none
     num_logprobs: int | None = None  # None: no logprobs; 0: of the drawn token only
-    num_prompt_logprobs: int | None = None
 
 
 @dataclass(slots=True, kw_only=True)
@@ -40,6 +39,7 @@ class SequenceSlice:
     prompt_token_ids: Sequence[int] = ()  # for penalties and prompt logprobs
     output_token_ids: Sequence[int] = ()  # for penalties: what was drawn so far
     forbidden_token_ids: Sequence[int] = ()  # end tokens while min_tokens is not reached
+    num_prompt_logprobs: int | None = None  # as num_logprobs, for the prompt positions of this slice, chunks included
     lora: str | None = None  # identity of a loaded adapter
     copies: Sequence[tuple[int, int, int]] = ()  # (source block, target block, slots) to copy before computing
 
