@@ -1,0 +1,363 @@
+"""Block hashes: the names by which router and worker speak of cached KV blocks.
+
+A prompt is cut into blocks of ``block_size`` tokens. Each full block is named by a hash of its own tokens, of what
+else its KV depends on (adapter, media, salt) *and* of the block before it, so one equal hash means an equal prefix
+all the way back to the first token. A partial last block has no name.
+
+The names are byte for byte those of vLLM 0.32 (tests/golden/vllm_block_hashes.json): block i is
+``H((parent, tokens, extra or None))``, where H is SHA-256 or XXH3-128 over pickle protocol 5 (``sha256``, ``xxhash``)
+or over canonical CBOR (``sha256_cbor``, ``xxhash_cbor``), and the root is ``H(seed)``. Both encodings of a block
+without extra keys are simple enough to be written here by hand: all token bytes of a prompt in a few numpy calls.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import pickle
+import sys
+from array import array
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, NamedTuple, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+BlockHash: TypeAlias = bytes
+ExtraKeys: TypeAlias = tuple[tuple[str, ...] | tuple[str, str, int], ...]
+TokenIds: TypeAlias = "Sequence[int] | array[int] | bytes | bytearray | memoryview | npt.NDArray[Any]"
+
+ALGORITHMS = ("sha256", "sha256_cbor", "xxhash", "xxhash_cbor")
+DEFAULT_SEED = "vllm-none-hash"
+MAX_TOKEN_ID = 2**31 - 1
+ROOT_KEY = 0
+"""The index key that stands for "no parent" in events and snapshots."""
+
+# A pickle opens a second frame at 64 KiB; blocks that could reach it are left to the pickle module.
+_MAX_HAND_PICKLED_TOKENS = 8192
+
+
+class MediaSpan(NamedTuple):
+    """Where one image (or other medium) stands in the prompt: placeholder tokens ``start`` to ``start + length``."""
+
+    identifier: str
+    start: int
+    length: int
+
+
+def index_key(block_hash: BlockHash) -> int:
+    """The low 64 bits of a hash (its last 8 bytes, big-endian): the name used in events and in the router's index."""
+    return int.from_bytes(block_hash[-8:], "big")
+
+
+def extra_keys(
+    num_tokens: int,
+    block_size: int,
+    *,
+    lora: tuple[str, str] | None = None,
+    media: Sequence[MediaSpan | tuple[str, int, int]] = (),
+    cache_salt: str | None = None,
+) -> tuple[ExtraKeys | None, ...] | None:
+    """What the KV of each block depends on besides its tokens, or None where that is nothing.
+
+    ``lora`` is (name, path with content version), so that a reload under one name never meets old KV. One entry per
+    block of the prompt, a partial last one included: ``("lora", name, path)`` in every block, ``("mm", identifier,
+    start - block start)`` in each block a medium touches (negative in its later blocks), ``("cache_salt", salt)`` in
+    block 0 only. The tags keep a salt "x" apart from an adapter "x".
+    """
+    if lora is None and not media and not cache_salt:
+        return None
+    adapter: list[Any] = [("lora", *lora)] if lora is not None else []
+    per_block: list[list[Any]] = [list(adapter) for _ in range(max(1, -(-num_tokens // block_size)))]
+    for identifier, start, length in media:
+        if start < 0 or length < 1 or start + length > num_tokens:
+            raise ValueError(f"media {identifier!r} spans tokens {start} to {start + length} of {num_tokens}")
+        for block in range(start // block_size, (start + length - 1) // block_size + 1):
+            per_block[block].append(("mm", identifier, start - block * block_size))
+    if cache_salt:
+        per_block[0].append(("cache_salt", cache_salt))
+    return tuple(tuple(keys) if keys else None for keys in per_block)
+
+
+class HashScheme:
+    """How this fleet names blocks. Two schemes that differ in anything share nothing.
+
+    Raises ``ValueError`` for an unknown algorithm, a block size below 1, and for an xxhash form without a seed: XXH3
+    is not collision-resistant, so its root must be a secret. ``ModuleNotFoundError`` names a missing xxhash here and
+    not at the first request. The ``sha256`` forms default to vLLM's seed.
+    """
+
+    __slots__ = ("_cbor", "_digest", "_is_sha", "algorithm", "block_size", "root", "seed", "verifies_tokens")
+
+    def __init__(self, algorithm: str = "sha256_cbor", block_size: int = 16, seed: str | None = None) -> None:
+        if algorithm not in ALGORITHMS:
+            raise ValueError(f"hash algorithm {algorithm!r} is none of {', '.join(ALGORITHMS)}")
+        if block_size < 1:
+            raise ValueError(f"block size {block_size} is below 1")
+        self._is_sha = algorithm.startswith("sha256")
+        if not seed:
+            if not self._is_sha:
+                raise ValueError(
+                    f"{algorithm} needs a secret seed that the fleet shares: "
+                    "set WARMFRONT_HASH_SEED or --prefix-caching-hash-seed-file"
+                )
+            seed = DEFAULT_SEED
+        self.algorithm = algorithm
+        self.block_size = block_size
+        self.seed = seed
+        self.verifies_tokens = not self._is_sha
+        """Whether a hit must also compare token ids, since the hash alone can be made to collide."""
+        self._cbor = algorithm.endswith("_cbor")
+        self._digest: Callable[[bytes], bytes]
+        if self._is_sha:
+            self._digest = _sha256_digest
+        else:
+            from xxhash import xxh3_128_digest
+
+            self._digest = xxh3_128_digest
+        self.root: BlockHash = self._digest(_cbor_text(seed) if self._cbor else pickle.dumps(seed, protocol=5))
+
+    def __repr__(self) -> str:
+        return f"HashScheme({self.algorithm!r}, block_size={self.block_size})"
+
+    def fingerprint(self) -> str:
+        """Equal exactly when two schemes name blocks alike; says nothing of the seed. For the fleet contract."""
+        text = f"warmfront-hash-scheme:{self.algorithm}:{self.block_size}:{self.root.hex()}"
+        return hashlib.sha256(text.encode()).hexdigest()[:32]
+
+    def block_hashes(self, token_ids: TokenIds, extra: Sequence[ExtraKeys | None] | None = None) -> list[BlockHash]:
+        """The hash of each full block of ``token_ids``, first block first.
+
+        ``extra`` has, per full block, what else its KV depends on (see ``extra_keys``). ``token_ids`` may be a list,
+        an int array or packed little-endian uint32 bytes.
+        Raises ``ValueError`` for a token id below 0 or above 2**31 - 1, or for fewer ``extra`` than full blocks.
+        """
+        return list(self.iter_hashes(token_ids, extra))
+
+    def keys(self, token_ids: TokenIds, extra: Sequence[ExtraKeys | None] | None = None) -> array[int]:
+        """The packed 8-byte index keys (``array('Q')``) of the same chain."""
+        return pack_keys(self.block_hashes(token_ids, extra))
+
+    def iter_hashes(
+        self,
+        token_ids: TokenIds,
+        extra: Sequence[ExtraKeys | None] | None = None,
+        parent: BlockHash | None = None,
+    ) -> Iterator[BlockHash]:
+        """The hashes one by one, hashing no further than they are taken; after ``parent`` instead of the root."""
+        tokens = as_token_array(token_ids)
+        num_full = len(tokens) // self.block_size
+        if extra is not None and len(extra) < num_full:
+            raise ValueError(f"extra keys for {len(extra)} of {num_full} full blocks")
+        return self._iter(tokens, num_full, extra, self.root if parent is None else parent)
+
+    def chain(self, token_ids: TokenIds, extra: Sequence[ExtraKeys | None] | None = None) -> BlockChain:
+        """The growing chain of one request."""
+        return BlockChain(self, token_ids, extra)
+
+    def _iter(
+        self,
+        tokens: npt.NDArray[np.int32],
+        num_full: int,
+        extra: Sequence[ExtraKeys | None] | None,
+        parent: BlockHash,
+    ) -> Iterator[BlockHash]:
+        if not num_full:
+            return
+        size = self.block_size
+        digest = self._digest
+        by_hand = self._cbor or size <= _MAX_HAND_PICKLED_TOKENS
+        data, ends = (_cbor_tokens if self._cbor else _pickle_tokens)(tokens[: num_full * size], size)
+        open_tuple, close = (_cbor_frame if self._cbor else _pickle_frame)(size)
+        head = _cbor_head if self._cbor else _pickle_head
+        heads: dict[int, bytes] = {}
+        start = 0
+        for block, end in enumerate(ends):
+            if (extra is None or not extra[block]) and by_hand:
+                length = end - start
+                prefix = heads.get(length)
+                if prefix is None:
+                    prefix = heads[length] = head(len(parent), length, len(open_tuple) + len(close))
+                parent = digest(prefix + parent + open_tuple + data[start:end] + close)
+            else:
+                keys = extra[block] if extra is not None else None
+                ids = tuple(tokens[block * size : (block + 1) * size].tolist())
+                parent = digest(serialise_block(self._cbor, parent, ids, keys))
+            yield parent
+            start = end
+
+
+class BlockChain:
+    """The token ids of one request and the hashes of their full blocks; it only grows.
+
+    ``token_ids`` (an ``array('i')``), ``hashes`` and ``keys`` (``array('Q')``) are live views for reading.
+    ``len(chain)`` is the number of tokens.
+    """
+
+    __slots__ = ("_extra", "_later_extra", "hashes", "keys", "scheme", "token_ids")
+
+    def __init__(
+        self, scheme: HashScheme, token_ids: TokenIds, extra: Sequence[ExtraKeys | None] | None = None
+    ) -> None:
+        self.scheme = scheme
+        self.token_ids = array("i")
+        self.hashes: list[BlockHash] = []
+        self.keys = array("Q")
+        self._extra = extra
+        # Media and salt belong to the prompt; an adapter goes on through the answer.
+        first = extra[0] if extra else None
+        adapter = tuple(key for key in first or () if key[0] == "lora")
+        self._later_extra: ExtraKeys | None = adapter or None
+        self.extend(token_ids)
+
+    def __len__(self) -> int:
+        return len(self.token_ids)
+
+    def extra_of(self, block: int) -> ExtraKeys | None:
+        """The extra keys of a block, full or not: past the prompt's blocks, the adapter alone."""
+        if self._extra is not None and block < len(self._extra):
+            return self._extra[block]
+        return self._later_extra
+
+    def extend(self, token_ids: TokenIds) -> None:
+        """Append tokens and hash the blocks they complete. ``ValueError`` for an id out of range; nothing changes."""
+        tokens = as_token_array(token_ids)
+        self.token_ids.frombytes(tokens.tobytes())
+        size = self.scheme.block_size
+        num_old = len(self.hashes)
+        num_full = len(self.token_ids) // size
+        if num_full == num_old:
+            return
+        fresh = np.array(self.token_ids[num_old * size : num_full * size], dtype=np.int32)
+        extra = None if self._extra is None else [self.extra_of(block) for block in range(num_old, num_full)]
+        parent = self.hashes[-1] if self.hashes else self.scheme.root
+        hashes = list(self.scheme._iter(fresh, num_full - num_old, extra, parent))
+        self.hashes += hashes
+        self.keys += pack_keys(hashes)
+
+
+def pack_keys(hashes: Iterable[BlockHash]) -> array[int]:
+    """The index keys of hashes, packed."""
+    keys = array("Q", b"".join([block_hash[-8:] for block_hash in hashes]))
+    if sys.byteorder == "little":
+        keys.byteswap()
+    return keys
+
+
+def as_token_array(token_ids: TokenIds) -> npt.NDArray[np.int32]:
+    """Token ids of any accepted form as int32, checked; ``ValueError`` for an id below 0 or above 2**31 - 1."""
+    if isinstance(token_ids, np.ndarray):
+        wide: npt.NDArray[Any] = token_ids
+        if wide.dtype.kind not in "iu":
+            raise ValueError(f"token ids of type {wide.dtype} are not integers")
+        if wide.size and (int(wide.min()) < 0 or int(wide.max()) > MAX_TOKEN_ID):
+            raise ValueError(f"a token id is outside 0 to {MAX_TOKEN_ID}")
+        return np.ascontiguousarray(wide, dtype=np.int32)
+    if isinstance(token_ids, (bytes, bytearray, memoryview)):
+        if len(token_ids) % 4:
+            raise ValueError(f"{len(token_ids)} bytes are no whole number of 4-byte token ids")
+        tokens = np.frombuffer(token_ids, dtype="<i4").astype(np.int32, copy=False)
+    else:
+        try:
+            packed = token_ids if isinstance(token_ids, array) and token_ids.typecode == "i" else array("i", token_ids)
+        except OverflowError:
+            raise ValueError(f"a token id is outside 0 to {MAX_TOKEN_ID}") from None
+        except TypeError as error:
+            raise ValueError(f"a token id is not an integer: {error}") from None
+        tokens = np.frombuffer(packed, dtype=np.int32)
+    if tokens.size and int(tokens.min()) < 0:
+        raise ValueError(f"a token id is outside 0 to {MAX_TOKEN_ID}")
+    return tokens
+
+
+def serialise_block(cbor: bool, parent: BlockHash, token_ids: tuple[int, ...], extra: ExtraKeys | None) -> bytes:
+    """The bytes that are hashed, by the libraries: for blocks with extra keys."""
+    if cbor:
+        import cbor2
+
+        return bytes(cbor2.dumps((parent, token_ids, extra or None), canonical=True))
+    # Pickle writes an object it has seen as a reference, and sees by identity: equal strings must be one object.
+    one: dict[str, str] = {}
+    same = tuple(tuple(one.setdefault(k, k) if isinstance(k, str) else k for k in key) for key in extra or ())
+    return pickle.dumps((parent, token_ids, same or None), protocol=5)
+
+
+def _sha256_digest(data: bytes) -> bytes:
+    return hashlib.sha256(data, usedforsecurity=True).digest()
+
+
+def _cbor_uint(major: int, value: int) -> bytes:
+    """Head of a CBOR item: the value in the fewest bytes (RFC 8949, section 3)."""
+    if value < 24:
+        return bytes([major << 5 | value])
+    for code, width in ((24, 1), (25, 2), (26, 4)):
+        if value < 1 << 8 * width:
+            return bytes([major << 5 | code]) + value.to_bytes(width, "big")
+    return bytes([major << 5 | 27]) + value.to_bytes(8, "big")
+
+
+def _cbor_text(text: str) -> bytes:
+    data = text.encode()
+    return _cbor_uint(3, len(data)) + data
+
+
+def _cbor_head(parent_bytes: int, token_bytes: int, rest_bytes: int) -> bytes:
+    return b"\x83" + _cbor_uint(2, parent_bytes)
+
+
+def _cbor_frame(block_size: int) -> tuple[bytes, bytes]:
+    return _cbor_uint(4, block_size), b"\xf6"
+
+
+def _cbor_tokens(tokens: npt.NDArray[np.int32], block_size: int) -> tuple[bytes, list[int]]:
+    """CBOR of each id, joined, and where each block ends."""
+    big_endian = tokens.astype(">u4").view(np.uint8).reshape(-1, 4)
+    cells = np.empty((len(tokens), 5), dtype=np.uint8)
+    cells[:, 1:] = big_endian
+    widths = np.full(len(tokens), 5, dtype=np.int64)
+    heads = np.full(len(tokens), 0x1A, dtype=np.uint8)
+    for limit, width, head in ((1 << 16, 3, 0x19), (1 << 8, 2, 0x18), (24, 1, 0)):
+        small = tokens < limit
+        if not small.any():
+            break
+        widths[small] = width
+        heads[small] = head
+    # The head stands right before the bytes kept: at column 5 - width (an id below 24 is its own head).
+    rows = np.arange(len(tokens))
+    lead = widths > 1
+    cells[rows[lead], (5 - widths)[lead]] = heads[lead]
+    kept = np.arange(5)[None, :] >= (5 - widths)[:, None]
+    return cells[kept].tobytes(), _block_ends(widths, block_size)
+
+
+def _pickle_head(parent_bytes: int, token_bytes: int, rest_bytes: int) -> bytes:
+    # PROTO 5, FRAME length, SHORT_BINBYTES; the memo of the parent follows it in the opening of the tuple.
+    frame = 2 + parent_bytes + token_bytes + rest_bytes
+    return b"\x80\x05\x95" + frame.to_bytes(8, "little") + b"C" + bytes([parent_bytes])
+
+
+def _pickle_frame(block_size: int) -> tuple[bytes, bytes]:
+    # MEMOIZE, MARK ... TUPLE (or TUPLE1..3), MEMOIZE, NONE, TUPLE3, MEMOIZE, STOP
+    if block_size <= 3:
+        return b"\x94", bytes([0x84 + block_size]) + b"\x94N\x87\x94."
+    return b"\x94(", b"t\x94N\x87\x94."
+
+
+def _pickle_tokens(tokens: npt.NDArray[np.int32], block_size: int) -> tuple[bytes, list[int]]:
+    """Pickle opcodes of each id (BININT1, BININT2, BININT), joined, and where each block ends."""
+    cells = np.empty((len(tokens), 5), dtype=np.uint8)
+    cells[:, 1:] = tokens.astype("<u4").view(np.uint8).reshape(-1, 4)
+    widths = np.full(len(tokens), 5, dtype=np.int64)
+    cells[:, 0] = ord("J")
+    for limit, width, opcode in ((1 << 16, 3, "M"), (1 << 8, 2, "K")):
+        small = tokens < limit
+        if not small.any():
+            break
+        widths[small] = width
+        cells[small, 0] = ord(opcode)
+    kept = np.arange(5)[None, :] < widths[:, None]
+    return cells[kept].tobytes(), _block_ends(widths, block_size)
+
+
+def _block_ends(widths: npt.NDArray[np.int64], block_size: int) -> list[int]:
+    ends: list[int] = widths.reshape(-1, block_size).sum(axis=1).cumsum().tolist()
+    return ends
