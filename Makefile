@@ -1,0 +1,70 @@
+# warmfront: two commands matter, `make up` and `make test`. `make help` lists the rest.
+VENV ?= .venv
+PYTHON ?= python3
+ARGS ?=
+RUN = $(VENV)/bin/python -m
+BENCH = $(VENV)/bin/python bench
+.DEFAULT_GOAL := help
+
+.PHONY: help up test test-slow soak check lint proto lock bench bench-cache bench-engine bench-router clean
+
+help: ## list the targets
+	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{ printf "  make %-14s %s\n", $$1, $$2 }'
+
+# One stamp per set of packages, newer than what it was made from: running a target again installs nothing.
+$(VENV)/.runtime: requirements.lock pyproject.toml tools/install.sh
+	@tools/install.sh runtime "$(VENV)" "$(PYTHON)"
+
+$(VENV)/.dev: $(VENV)/.runtime requirements-dev.lock
+	@tools/install.sh dev "$(VENV)" "$(PYTHON)"
+
+up: $(VENV)/.runtime ## install once, then run a cluster in the foreground; ARGS="--replicas 3" reaches `warmfront up`
+	@exec $(RUN) warmfront up $(ARGS)
+
+test: check ## what CI runs: the checks, then every test that is not slow (at most 15 minutes on 2 cores)
+	$(RUN) pytest $(ARGS)
+
+test-slow: $(VENV)/.dev ## real-model fuzz and chaos (at most an hour)
+	$(RUN) pytest -m slow $(ARGS)
+
+soak: $(VENV)/.dev ## leaks and drift (hours)
+	$(RUN) pytest -m soak --timeout 0 $(ARGS)
+
+check: $(VENV)/.dev lint proto-check ## formatting, lint, types, import rules, and that the generated code is the .proto's
+
+lint: $(VENV)/.dev
+	$(VENV)/bin/ruff check .
+	$(VENV)/bin/ruff format --check .
+	$(VENV)/bin/mypy
+	PYTHONPATH=.:proto $(VENV)/bin/lint-imports
+
+.PHONY: proto-check
+proto-check:
+	@made=$$(mktemp -d) && trap 'rm -rf "$$made"' EXIT && proto/generate.sh "$$made" && \
+	for file in "$$made"/warmfront_pb/v1/*; do \
+	  cmp -s "$$file" "proto/warmfront_pb/v1/$${file##*/}" || { echo "$${file##*/} is not what its .proto gives: run make proto"; exit 1; }; \
+	done && echo "proto: the generated code is current"
+
+proto: ## regenerate proto/warmfront_pb from its .proto files
+	proto/generate.sh
+
+# torch stands in the lock without its CUDA packages: it is installed first and brings along what its own build needs.
+LOCK = pip-compile --quiet --strip-extras --annotation-style=line --no-header --no-emit-index-url --no-emit-find-links \
+  --no-emit-trusted-host --constraint tools/constraints.txt
+lock: ## rewrite the lock files from pyproject.toml (needs pip-tools on the PATH)
+	$(LOCK) --extra all -o - pyproject.toml | tools/lock-filter > requirements.lock
+	$(LOCK) --extra all --extra test --extra dev --constraint requirements.lock -o - pyproject.toml | tools/lock-filter requirements.lock > requirements-dev.lock
+
+bench: bench-cache bench-engine bench-router ## every benchmark, as JSON lines
+
+bench-cache: $(VENV)/.dev ## hashing, block pool, index
+	$(BENCH)/cache.py $(ARGS)
+
+bench-engine: $(VENV)/.dev ## TTFT cold and warm, decode, beside transformers
+	$(BENCH)/engine.py $(ARGS)
+
+bench-router: $(VENV)/.dev ## decision, proxy cost
+	$(BENCH)/router.py $(ARGS)
+
+clean: ## remove the virtual environments and caches
+	rm -rf $(VENV) .venv-proto .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache *.egg-info
