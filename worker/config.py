@@ -1,0 +1,157 @@
+"""What one worker is told: every flag that concerns it, checked once, passed down.
+
+Nothing here reads the environment or a file; the command line does that and hands over plain values. What two
+processes must agree on (model, block size, hash scheme, dtypes, mode, longest context) becomes the fleet's contract.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, field
+from pathlib import Path
+from urllib.parse import urlsplit
+
+from cache.block_hash import ALGORITHMS
+
+LOOPBACK_HOSTS = ("127.0.0.1", "::1", "localhost")
+REDIS_SCHEMES = ("redis", "rediss")
+
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
+
+
+class ConfigError(ValueError):
+    """A setting that cannot work. The message names the flag and says what to set."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerConfig:
+    """The settings of one worker, named as the flags are, with units. Raises ``ConfigError``.
+
+    What may hold a secret (``redis_url``, ``worker_token``, ``hash_seed``) stays out of ``repr``.
+    """
+
+    replica_id: str  # the name under which this worker registers; a restart keeps it
+    redis_url: str = field(repr=False)  # redis:// or rediss://
+    fleet: str = "default"
+
+    model: Path | None = None  # Hugging Face folder or GGUF file; None: the packaged SmolLM2
+    served_model_name: str | None = None  # None: the name that the model's files give
+
+    listen: str = "127.0.0.1"
+    port: int = 0  # 0: any free one
+    advertise: str | None = None  # the host that routers reach this worker by, where it is not ``listen``
+    insecure_listen: bool = False  # plain text beyond loopback
+    worker_token: str | None = field(default=None, repr=False)  # shared by the fleet's routers and workers
+
+    enable_prefix_caching: bool = True
+    prefix_caching_hash_algo: str = "sha256_cbor"
+    hash_seed: str | None = field(default=None, repr=False)  # required by the xxhash forms
+    block_size: int = 16  # tokens
+    token_reuse: bool = False
+    kv_blocks: int | None = None  # in the pool, without the scratch block; None: by memory
+    host_kv_blocks: int = 0
+    gpu_memory_utilization: float = 0.9  # share of the whole device memory
+    cpu_kv_bytes: int = 1 << 30  # the pool on a CPU where kv_blocks does not say
+
+    dtype: str = "auto"  # of the weights
+    kv_cache_dtype: str = "auto"  # that of the weights
+    device: str = "auto"
+    attention: str = "auto"
+    mode: str = "fast"
+
+    max_num_batched_tokens: int | None = None  # per step; None: 512 on a CPU, 8192 on CUDA
+    max_num_seqs: int = 32  # computed at once
+    max_model_len: int | None = None  # prompt and output; None: the model's own, cut to what the pool holds
+    max_queue: int = 1024  # waiting; above it RESOURCE_EXHAUSTED
+
+    heartbeat_s: float = 1.0
+    lease_s: float = 5.0
+    drain_deadline_s: float = 30.0
+    metrics_port: int | None = None  # None: off; 0: any free one
+    compat_metrics: bool = False
+
+    def __post_init__(self) -> None:
+        self._check_names_and_addresses()
+        self._check_cache()
+        self._check_engine()
+        if not 0 < self.heartbeat_s <= self.lease_s / 2:
+            raise ConfigError(
+                f"--heartbeat {self.heartbeat_s:g}s and --lease {self.lease_s:g}s: a lease must last two heartbeats"
+            )
+        if self.drain_deadline_s < 0:
+            raise ConfigError(f"--drain-deadline {self.drain_deadline_s:g}s is below 0")
+
+    def _check_names_and_addresses(self) -> None:
+        for flag, name in (("--fleet", self.fleet), ("--replica-id", self.replica_id)):
+            if not _NAME.fullmatch(name):
+                raise ConfigError(f"{flag} {name!r}: letters, digits, dot, dash and underscore, up to 128")
+        scheme = urlsplit(self.redis_url).scheme
+        if not self.redis_url:
+            raise ConfigError("--redis is missing: a worker registers in Redis; give a URL like redis://host:6379/0")
+        if scheme not in REDIS_SCHEMES:
+            raise ConfigError(f"--redis: scheme {scheme!r} is none of {', '.join(REDIS_SCHEMES)}")
+        if not 0 <= self.port <= 65535:
+            raise ConfigError(f"--port {self.port} is not between 0 and 65535")
+        if self.metrics_port is not None and not 0 <= self.metrics_port <= 65535:
+            raise ConfigError(f"--metrics-port {self.metrics_port} is not between 0 and 65535")
+        if self.worker_token is not None and len(self.worker_token) < 8:
+            raise ConfigError("--worker-token-file: the token is shorter than 8 characters")
+        if self.listen not in LOOPBACK_HOSTS:
+            if not self.insecure_listen:
+                raise ConfigError(
+                    f"--listen {self.listen} is reachable from outside and plain text: "
+                    "add --insecure-listen where the network is trusted"
+                )
+            if self.worker_token is None:
+                raise ConfigError(f"--listen {self.listen} needs --worker-token-file: without it anyone may call")
+            if self.listen in ("0.0.0.0", "::", "") and not self.advertise:  # noqa: S104
+                raise ConfigError(f"--listen {self.listen} needs --advertise: the host that routers reach this one by")
+
+    def _check_cache(self) -> None:
+        if self.prefix_caching_hash_algo not in ALGORITHMS:
+            raise ConfigError(
+                f"--prefix-caching-hash-algo {self.prefix_caching_hash_algo!r} is none of {', '.join(ALGORITHMS)}"
+            )
+        if self.prefix_caching_hash_algo.startswith("xxhash") and not self.hash_seed:
+            raise ConfigError(
+                f"--prefix-caching-hash-algo {self.prefix_caching_hash_algo} needs a secret seed that the fleet "
+                "shares: set WARMFRONT_HASH_SEED or --prefix-caching-hash-seed-file"
+            )
+        if not 8 <= self.block_size <= 256:
+            raise ConfigError(f"--block-size {self.block_size} is not between 8 and 256")
+        if self.kv_blocks is not None and self.kv_blocks < 1:
+            raise ConfigError(f"--kv-blocks {self.kv_blocks} is below 1")
+        if self.host_kv_blocks:
+            raise ConfigError(f"--host-kv-blocks {self.host_kv_blocks}: there is no host tier yet; only 0 works")
+        if self.token_reuse:
+            raise ConfigError("--token-reuse: reuse inside a block is not there yet; leave it off")
+        if not 0 < self.gpu_memory_utilization <= 1:
+            raise ConfigError(f"--gpu-memory-utilization {self.gpu_memory_utilization:g} is not over 0 and up to 1")
+        if self.cpu_kv_bytes < 1 << 20:
+            raise ConfigError(f"--cpu-kv-bytes {self.cpu_kv_bytes} is below 1 MiB")
+
+    def _check_engine(self) -> None:
+        choices = (
+            ("--dtype", self.dtype, ("auto", "float32", "bfloat16")),
+            ("--mode", self.mode, ("fast", "deterministic")),
+        )
+        for flag, value, allowed in choices:
+            if value not in allowed:
+                raise ConfigError(f"{flag} {value!r} is none of {', '.join(allowed)}")
+        if self.kv_cache_dtype != "auto":
+            raise ConfigError(f"--kv-cache-dtype {self.kv_cache_dtype!r} is not there yet; only auto works")
+        positive = (
+            ("--max-num-batched-tokens", self.max_num_batched_tokens),
+            ("--max-num-seqs", self.max_num_seqs),
+            ("--max-model-len", self.max_model_len),
+            ("--max-queue", self.max_queue),
+        )
+        for flag, number in positive:
+            if number is not None and number < 1:
+                raise ConfigError(f"{flag} {number} is below 1")
+        budget = self.max_num_batched_tokens
+        if budget is not None and budget < self.max_num_seqs:
+            raise ConfigError(
+                f"--max-num-batched-tokens {budget} is below --max-num-seqs {self.max_num_seqs}: "
+                "a step must have room for one token of each"
+            )

@@ -1,0 +1,275 @@
+"""Which tokens the next step computes: continuous batching under a token budget.
+
+Each step takes one token of every request that decodes, then prefill chunks of those already admitted, then admits
+waiting requests while budget and blocks last. The order is first come, first served; priority shifts it. Decisions
+only: it knows no model, no clock and no thread. What a step drew comes back through ``draw`` and ``finish``.
+
+When blocks run out the youngest running choice is preempted: its blocks go, its tokens stay, and it is computed again
+later. The oldest is never a victim, so something always ends and nothing starves.
+"""
+
+from __future__ import annotations
+
+import math
+from bisect import insort
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import Enum
+
+from cache.block_hash import BlockChain
+from cache.prefix_cache import PrefixCache
+from worker.batch import SamplingParams, SequenceSlice
+
+PRIORITY_S = 10.0
+"""One step of priority is worth so many seconds of waiting: lower runs earlier, and nobody waits for ever."""
+
+
+class QueueFullError(Exception):
+    """As many requests wait as may. Retrying later, or elsewhere, may help."""
+
+
+class ChoiceState(Enum):
+    """Where a choice stands."""
+
+    WAITING = "waiting"
+    RUNNING = "running"
+    ENDED = "ended"
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class Choice:
+    """One answer being made to a request: the unit that is scheduled.
+
+    Its chain holds all tokens but the last drawn one, which joins when it is about to be computed: the last token of
+    an answer never is, so it takes no slot.
+    """
+
+    id: str
+    chain: BlockChain
+    prompt_token_ids: Sequence[int]
+    output_token_ids: list[int]  # drawn so far, those of an earlier replica included
+    sampling: SamplingParams
+    arrival_s: float
+    priority: int = 0
+    deadline_s: float = math.inf  # on the clock of ``now``
+    min_tokens: int = 0
+    end_token_ids: tuple[int, ...] = ()  # forbidden before min_tokens
+    num_prompt_logprobs: int | None = None
+    synthetic: bool = False
+
+    state: ChoiceState = ChoiceState.WAITING
+    num_computed: int = 0  # tokens whose KV is in place
+    num_cached: int | None = None  # at first admission; None before it
+    num_preemptions: int = 0
+    drawn: int | None = None  # the last token, not yet in the chain
+    block_ids: Sequence[int] = ()
+    order: tuple[float, int] = (0.0, 0)
+    copies: Sequence[tuple[int, int, int]] = ()  # to be done by its next slice
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """What bounds a step and the queue."""
+
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    max_queue: int
+
+
+class Scheduler:
+    """Owns who waits and who runs, and drives the prefix cache. See the module. One thread owns it."""
+
+    def __init__(self, cache: PrefixCache, limits: Limits) -> None:
+        if limits.max_num_seqs > limits.max_num_batched_tokens:
+            raise ValueError(f"a step of {limits.max_num_batched_tokens} tokens cannot hold {limits.max_num_seqs} rows")
+        self._cache = cache
+        self._limits = limits
+        self._waiting: list[Choice] = []  # in order
+        self._running: list[Choice] = []  # in order: the youngest is last
+        self._next_deadline_s = math.inf
+        self._num_arrived = 0
+        self.num_preemptions = 0
+
+    # Looking
+
+    @property
+    def num_waiting(self) -> int:
+        """Choices without blocks."""
+        return len(self._waiting)
+
+    @property
+    def num_running(self) -> int:
+        """Choices with blocks."""
+        return len(self._running)
+
+    @property
+    def has_work(self) -> bool:
+        """Whether a step would compute something."""
+        return bool(self._waiting or self._running)
+
+    def waiting_tokens(self) -> int:
+        """Tokens to compute before every choice that has none gets its first token, known hits aside. Linear."""
+        waiting = sum(len(one.chain) - self._cache.match(one.chain) for one in self._waiting)
+        return waiting + sum(len(one.chain) - one.num_computed for one in self._running if one.drawn is None)
+
+    def check_room(self, num_more: int) -> None:
+        """Raises ``QueueFullError`` when ``num_more`` choices cannot wait here."""
+        if len(self._waiting) + num_more > self._limits.max_queue:
+            raise QueueFullError(f"{len(self._waiting)} of {self._limits.max_queue} places in the queue are taken")
+
+    # Changing
+
+    def add(self, choice: Choice) -> None:
+        """Queue a new choice. The caller has checked that its tokens fit the pool, and ``check_room``."""
+        self._num_arrived += 1
+        choice.order = (choice.arrival_s + PRIORITY_S * choice.priority, self._num_arrived)
+        insort(self._waiting, choice, key=_order)
+        self._next_deadline_s = min(self._next_deadline_s, choice.deadline_s)
+
+    def expired(self, now: float) -> list[Choice]:
+        """The choices whose deadline has passed; the caller ends them. Looks through all only when one may have."""
+        if now < self._next_deadline_s:
+            return []
+        everyone = self._waiting + self._running
+        self._next_deadline_s = min((one.deadline_s for one in everyone if one.deadline_s > now), default=math.inf)
+        return [one for one in everyone if one.deadline_s <= now]
+
+    def schedule(self, now: float) -> list[tuple[Choice, SequenceSlice]]:
+        """The next step, decode rows first. Empty only when nothing is left to do.
+
+        Every choice in it has its blocks. When the step has run, call ``computed`` for each of it.
+        """
+        preemptions_before = self.num_preemptions
+        step, prefilling = self._decode_rows(now)
+        budget = self._limits.max_num_batched_tokens - len(step)
+        for choice in prefilling:
+            if not budget:
+                break
+            if choice.state is ChoiceState.RUNNING:  # not preempted for a row a moment ago
+                budget -= self._add_chunk(choice, budget, step)
+        if self.num_preemptions == preemptions_before:
+            self._admit(budget, step, now)
+        return step
+
+    def computed(self, choice: Choice, piece: SequenceSlice) -> None:
+        """A slice has run: its KV is in place, and blocks that are full now become visible."""
+        block_size = self._cache.scheme.block_size
+        before = choice.num_computed
+        choice.num_computed = before + len(piece.token_ids)
+        if choice.num_computed // block_size > before // block_size:
+            self._cache.commit(choice.id, choice.num_computed)
+
+    def draw(self, choice: Choice, token_id: int) -> None:
+        """A running choice got its next token and goes on."""
+        choice.output_token_ids.append(token_id)
+        choice.drawn = token_id
+
+    def finish(self, choice: Choice, now: float) -> None:
+        """A choice ends, for whatever reason and in whatever state; what it computed stays cached. Twice is once."""
+        if choice.state is ChoiceState.WAITING:
+            self._waiting.remove(choice)
+            if choice.num_preemptions:
+                self._cache.free(choice.id, now)
+        elif choice.state is ChoiceState.RUNNING:
+            self._running.remove(choice)
+            self._cache.commit(choice.id, choice.num_computed)
+            self._cache.free(choice.id, now)
+        choice.state = ChoiceState.ENDED
+
+    def check_invariants(self) -> None:
+        """Raises ``AssertionError`` when anything here contradicts anything else. For tests."""
+        for queue, state in ((self._waiting, ChoiceState.WAITING), (self._running, ChoiceState.RUNNING)):
+            assert queue == sorted(queue, key=_order)
+            assert all(one.state is state for one in queue)
+        assert len(self._running) <= self._limits.max_num_seqs
+        assert self._running or not self._cache.num_used_blocks
+
+    # Inside
+
+    def _decode_rows(self, now: float) -> tuple[list[tuple[Choice, SequenceSlice]], list[Choice]]:
+        """A row for each choice with a drawn token, oldest first, and the choices that still read their prompt."""
+        rows: list[tuple[Choice, SequenceSlice]] = []
+        prefilling: list[Choice] = []
+        running = self._running
+        index = 0
+        while index < len(running):
+            choice = running[index]
+            index += 1
+            token_id = choice.drawn
+            if token_id is None:
+                prefilling.append(choice)
+                continue
+            # Victims come from the end, so none of them has its row yet.
+            while choice.state is ChoiceState.RUNNING and not self._cache.append(choice.id, (token_id,), now):
+                self._preempt(running[-1], now)
+            if choice.state is ChoiceState.RUNNING:
+                choice.drawn = None
+                rows.append((choice, self._slice(choice, 1, (token_id,))))
+        return rows, prefilling
+
+    def _add_chunk(self, choice: Choice, budget: int, step: list[tuple[Choice, SequenceSlice]]) -> int:
+        """Put the next chunk of a prompt into the step; its size in tokens."""
+        start = choice.num_computed
+        size = min(budget, len(choice.chain) - start)
+        step.append((choice, self._slice(choice, size, choice.chain.token_ids[start : start + size])))
+        return size
+
+    def _admit(self, budget: int, step: list[tuple[Choice, SequenceSlice]], now: float) -> None:
+        """Give blocks and first chunks to waiting choices in order, until budget, rows or blocks are used up.
+
+        A choice whose next blocks are being computed for another one is passed over until they are in place. One that
+        does not fit stops the rest: those behind it must not keep taking the blocks that it waits for.
+        """
+        index = 0
+        while budget and index < len(self._waiting) and len(self._running) < self._limits.max_num_seqs:
+            choice = self._waiting[index]
+            if self._cache.pending(choice.chain):
+                index += 1
+                continue
+            admission = self._cache.admit(choice.id, choice.chain, now, synthetic=choice.synthetic)
+            if admission is None:
+                return
+            del self._waiting[index]
+            insort(self._running, choice, key=_order)
+            choice.state = ChoiceState.RUNNING
+            choice.block_ids = admission.block_ids
+            choice.copies = admission.copies
+            choice.num_computed = admission.num_cached_tokens
+            if choice.num_cached is None:
+                choice.num_cached = admission.num_cached_tokens
+            budget -= self._add_chunk(choice, budget, step)
+
+    def _preempt(self, choice: Choice, now: float) -> None:
+        """Take a running choice's blocks; it waits in its old place, to compute prompt and answer again."""
+        self._running.remove(choice)
+        self._cache.free(choice.id, now, recompute=True)
+        if choice.drawn is not None:
+            choice.chain.extend((choice.drawn,))
+            choice.drawn = None
+        choice.state = ChoiceState.WAITING
+        choice.num_computed = 0
+        choice.num_preemptions += 1
+        self.num_preemptions += 1
+        insort(self._waiting, choice, key=_order)
+
+    def _slice(self, choice: Choice, size: int, token_ids: Sequence[int]) -> SequenceSlice:
+        start = choice.num_computed
+        draws = start + size == len(choice.chain)
+        output = choice.output_token_ids
+        copies, choice.copies = choice.copies, ()
+        return SequenceSlice(
+            request_id=choice.id,
+            token_ids=token_ids,
+            start=start,
+            block_ids=choice.block_ids,
+            sampling=choice.sampling if draws else None,
+            prompt_token_ids=choice.prompt_token_ids,
+            output_token_ids=output,
+            forbidden_token_ids=choice.end_token_ids if draws and len(output) < choice.min_tokens else (),
+            num_prompt_logprobs=choice.num_prompt_logprobs,
+            copies=copies,
+        )
+
+
+def _order(choice: Choice) -> tuple[float, int]:
+    return choice.order
