@@ -1,0 +1,72 @@
+"""``warmfront``: the command line. Each command is imported when it is called, so that help is quick."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from importlib.metadata import version
+from typing import Any
+
+import click
+
+# name: (module, attribute, one line for --help). Lines come in the order in which a newcomer meets the commands.
+COMMANDS = {
+    "up": ("warmfront.up", "up", "Run a cluster on this machine, in the foreground."),
+    "chat": ("warmfront.chat", "chat", "Talk to a cluster; see what each answer cost."),
+    "status": ("warmfront.status", "status", "Show replicas, caches, hit rates and load."),
+    "compare": ("warmfront.compare", "compare", "Send prompts cold, warm and to a worker without a cache."),
+    "generate": ("warmfront.chat", "generate", "Answer one prompt, for scripts."),
+    "drain": ("warmfront.status", "drain", "Take a replica out of service; running requests end."),
+    "down": ("warmfront.down", "down", "End a cluster, or remove what a killed `up` left."),
+    "router": ("warmfront.parts", "router", "Run one router, for containers."),
+    "worker": ("warmfront.parts", "worker", "Run one worker, for containers."),
+    "config": ("warmfront.parts", "config", "Show settings and where each comes from."),
+}
+
+
+class _LazyGroup(click.Group):
+    """Knows its commands by name and line of help; imports the one that is called."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        return list(COMMANDS)
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        if cmd_name not in COMMANDS:
+            return None
+        module, attribute, _ = COMMANDS[cmd_name]
+        command: click.Command = getattr(importlib.import_module(module), attribute)
+        return command
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        with formatter.section("Commands"):
+            formatter.write_dl([(name, line) for name, (_, _, line) in COMMANDS.items()])
+
+
+@click.group(cls=_LazyGroup, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110})
+@click.version_option(version("warmfront"), message="warmfront %(version)s")
+def cli() -> None:
+    """Serve a language model from many replicas; send each request to the one that already holds its prefix.
+
+    Start with `warmfront up`, then `warmfront chat` in another terminal.
+    """
+
+
+def main(arguments: list[str] | None = None) -> Any:
+    """Runs a command and ends the process: 0 done, 1 it failed, 2 wrong use or environment, 3 a deadline passed."""
+    try:
+        sys.exit(cli.main(arguments, prog_name="warmfront", standalone_mode=False))
+    except click.exceptions.NoArgsIsHelpError as error:
+        click.echo(error.ctx.get_help() if error.ctx else "", err=True)
+        sys.exit(2)
+    except click.ClickException as error:
+        click.echo(f"warmfront: {' '.join(error.format_message().split())}", err=True)
+        sys.exit(error.exit_code)
+    except (click.Abort, KeyboardInterrupt):
+        sys.exit(130)
+    except BrokenPipeError:
+        sys.stderr.close()  # whoever read our output has left; Python's own last words would only be noise
+        sys.exit(1)
+
+
+if __name__ == "__main__":
+    main()

