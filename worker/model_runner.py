@@ -1,0 +1,225 @@
+"""One engine step on torch: a batch of slices in, one result per slice out.
+
+The runner owns weights, KV store and attention backend. It lays the slices of a step flat (ids, positions, slots, one
+after the other), so that prefill chunks and decode rows share every matrix product; only attention looks at sequences.
+
+In mode ``deterministic`` the number of rows is a multiple of 4 in every product and the attention backend pads keys:
+then a token's scores do not depend on what else is computed, nor on how its prompt was cut. ``fast`` takes the quickest
+kernels and promises equal text only up to rounding.
+"""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from itertools import pairwise
+from typing import Literal
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from worker.attention import Span, make_backend
+from worker.attention.sdpa import ROW_MULTIPLE
+from worker.batch import SequenceSlice, SliceResult, StepBatch, TokenLogprobs
+from worker.kv_store import KVStore
+from worker.loading import LoadedModel
+from worker.models.config import ModelConfig
+from worker.models.decoder import Decoder
+from worker.sampler import sample, token_logprobs
+
+Mode = Literal["fast", "deterministic"]
+MODES = ("fast", "deterministic")
+_LOGPROB_ROWS = 256  # prompt logprobs take vocabulary-wide rows: so many at once
+
+
+class SelfTestError(RuntimeError):
+    """Deterministic mode does not hold on this machine: equal input gave different bits."""
+
+
+class ModelRunner:
+    """Runs steps. Not thread-safe: the engine's one thread owns it."""
+
+    def __init__(
+        self,
+        loaded: LoadedModel,
+        *,
+        num_blocks: int,
+        block_size: int,
+        mode: Mode = "fast",
+        attention: str = "auto",
+        max_num_batched_tokens: int = 2048,
+        max_num_seqs: int = 256,
+    ) -> None:
+        """Takes over ``loaded.weights`` and allocates the KV store.
+
+        ``num_blocks`` counts the scratch block. Raises ``ValueError`` for an unknown mode or attention backend, or one
+        that cannot be had here, and torch's ``OutOfMemoryError`` when the store does not fit.
+        """
+        if mode not in MODES:
+            raise ValueError(f"unknown mode {mode!r}; there are: {', '.join(MODES)}")
+        self.mode = mode
+        self.config: ModelConfig = loaded.config
+        self.device = loaded.device
+        self.block_size = block_size
+        self.max_num_batched_tokens = max_num_batched_tokens
+        self.max_num_seqs = max_num_seqs
+        self._deterministic = mode == "deterministic"
+        if self._deterministic and self.device.type != "cpu":
+            raise ValueError(
+                "mode deterministic is promised on the CPU only: CUDA's matrix products vary with the batch"
+            )
+        self._attention = make_backend(
+            attention, deterministic=self._deterministic, block_size=block_size, device=self.device, dtype=loaded.dtype
+        )
+        self._model = Decoder(loaded.config, loaded.weights, pack=not self._deterministic)
+        self.kv = KVStore(
+            num_layers=self.config.num_layers,
+            num_blocks=num_blocks,
+            block_size=block_size,
+            num_kv_heads=self.config.num_kv_heads,
+            head_dim=self.config.head_dim,
+            dtype=loaded.dtype,
+            device=self.device,
+        )
+
+    @property
+    def attention(self) -> str:
+        """Name of the attention backend in use."""
+        return self._attention.name
+
+    @property
+    def kv_bytes_per_token(self) -> int:
+        """Bytes of KV that one token takes in all layers."""
+        return self.kv.bytes_per_token
+
+    @torch.inference_mode()
+    def execute(self, batch: StepBatch) -> list[SliceResult]:
+        """Compute all slices; their KV is in place afterwards. One result per slice, in order.
+
+        A slice that breaks (scores that are not numbers, a kernel that refuses) gets a result with ``error``; the
+        others are computed without it.
+        """
+        slices = batch.slices
+        if not slices:
+            return []
+        try:
+            return self._step(slices)
+        except (RuntimeError, IndexError) as error:
+            if len(slices) == 1:
+                return [SliceResult(error=f"the model failed on this request: {error}")]
+        # Somebody in the batch broke it. Each alone: writing the same KV again changes nothing.
+        return [result for one in slices for result in self.execute(StepBatch(slices=[one]))]
+
+    @torch.inference_mode()
+    def self_test(self) -> None:
+        """In deterministic mode: one prompt cold, in chunks, beside others and on warm blocks, compared bit for bit.
+
+        Overwrites the KV store, so it belongs before the first request. Raises ``SelfTestError``; returns at once in
+        mode fast.
+        """
+        if not self._deterministic:
+            return
+        room = (self.kv.num_blocks - 2) * self.block_size  # one block is scratch, one holds the neighbour
+        length = min(540, room, self.config.max_context)  # past the 512 keys at which the CPU kernel splits
+        if length < 8:
+            raise SelfTestError(f"{self.kv.num_blocks} KV blocks are too few for the self-test")
+        ids = [(7 * index * index + 3 * index + 11) % self.config.vocab_size for index in range(length)]
+        table = range(1, self.kv.num_blocks - 1)
+        neighbour = _slice("neighbour", ids[:5], 0, [self.kv.num_blocks - 1])
+        cuts = [0, length // 3 + 1, length - 7, length - 1, length]
+        parts = [_slice("probe", ids[start:stop], start, table) for start, stop in pairwise(cuts)]
+        cold = self._hidden([_slice("probe", ids, 0, table)])
+        chunked = torch.cat([self._hidden([part]) for part in parts])
+        mixed = torch.cat([self._hidden([neighbour, part])[5:] for part in parts])
+        warm = self._hidden([_slice("probe", ids[-7:], length - 7, table)])
+        for name, seen, wanted in (
+            ("in chunks", chunked, cold),
+            ("beside another prompt", mixed, cold),
+            ("on warm blocks", warm, cold[-7:]),
+        ):
+            if not torch.equal(seen, wanted):
+                rows = int((seen != wanted).any(dim=-1).sum())
+                raise SelfTestError(
+                    f"mode deterministic does not hold here: {rows} of {len(wanted)} rows computed {name} differ from "
+                    f"the cold run (torch {torch.__version__}, {torch.get_num_threads()} threads); use --mode fast"
+                )
+
+    def _step(self, slices: Sequence[SequenceSlice]) -> list[SliceResult]:
+        for one in slices:
+            self.kv.copy_slots(one.copies)
+        hidden = self._hidden(slices)
+        ends = np.cumsum([len(one.token_ids) for one in slices])
+        drawing = [index for index, one in enumerate(slices) if one.sampling is not None]
+        results = [SliceResult() for _ in slices]
+        if drawing:
+            logits = self._logits(hidden, [int(ends[index]) - 1 for index in drawing])
+            sound = torch.isfinite(logits.sum(dim=-1)).tolist()
+            draws = iter(sample(logits[sound], [slices[i] for i, ok in zip(drawing, sound, strict=True) if ok]))
+            for index, is_sound in zip(drawing, sound, strict=True):
+                if is_sound:
+                    draw = next(draws)
+                    results[index] = SliceResult(token_id=draw.token_id, logprobs=draw.logprobs)
+                else:
+                    self._erase(slices[index])
+                    results[index] = SliceResult(error="the model's scores are not finite numbers for this request")
+        for index, one in enumerate(slices):
+            if one.num_prompt_logprobs is not None and results[index].error is None:
+                first_row = int(ends[index]) - len(one.token_ids)
+                results[index] = replace(results[index], prompt_logprobs=self._prompt_logprobs(hidden, first_row, one))
+        return results
+
+    def _hidden(self, slices: Sequence[SequenceSlice]) -> Tensor:
+        """Hidden states of all tokens of the step, ``[tokens, hidden]``, before the final norm."""
+        token_ids, positions, slots, spans = _lay_flat(slices, self.block_size)
+        num_tokens = len(token_ids)
+        padding = -num_tokens % ROW_MULTIPLE if self._deterministic else 0
+        flat = np.zeros((3, num_tokens + padding), dtype=np.int64)  # padding rows: token 0 at position 0 of scratch
+        flat[:, :num_tokens] = token_ids, positions, slots
+        ids, at, into = torch.from_numpy(flat).to(self.device, non_blocking=True)
+        plan = self._attention.plan(spans, num_tokens + padding)
+        return self._model.forward(ids, at, into, self.kv, self._attention, plan)[:num_tokens]
+
+    def _logits(self, hidden: Tensor, rows: Sequence[int]) -> Tensor:
+        picked = hidden.index_select(0, torch.tensor(rows, device=self.device))
+        padding = -len(rows) % ROW_MULTIPLE if self._deterministic else 0
+        if padding:
+            picked = functional.pad(picked, (0, 0, 0, padding))
+        return self._model.logits(picked)[: len(rows)]
+
+    def _prompt_logprobs(self, hidden: Tensor, first_row: int, one: SequenceSlice) -> list[TokenLogprobs]:
+        """Of each prompt token that a row of this slice predicts: rows before the prompt's last one."""
+        assert one.num_prompt_logprobs is not None
+        predicted = list(one.prompt_token_ids[one.start + 1 : one.start + len(one.token_ids) + 1])
+        found: list[TokenLogprobs] = []
+        for offset in range(0, len(predicted), _LOGPROB_ROWS):
+            token_ids = predicted[offset : offset + _LOGPROB_ROWS]
+            rows = range(first_row + offset, first_row + offset + len(token_ids))
+            found += token_logprobs(self._logits(hidden, rows), token_ids, [one.num_prompt_logprobs] * len(token_ids))
+        return found
+
+    def _erase(self, one: SequenceSlice) -> None:
+        """Zero what a broken request wrote: its blocks go to others, where even masked keys are multiplied."""
+        _, _, slots, _ = _lay_flat([one], self.block_size)
+        self.kv.zero(torch.from_numpy(slots).to(self.device))
+
+
+def _lay_flat(
+    slices: Sequence[SequenceSlice], block_size: int
+) -> tuple[np.ndarray, np.ndarray, np.ndarray, list[Span]]:
+    """Token ids, positions and slots of all slices one after the other, int64 ``[tokens]``, and each slice's rows."""
+    ids, positions, slots, spans, row = [], [], [], [], 0
+    for one in slices:
+        count, stop = len(one.token_ids), one.start + len(one.token_ids)
+        ids.append(np.asarray(one.token_ids, dtype=np.int64))
+        at = np.arange(one.start, stop)
+        first_block = one.start // block_size
+        blocks = np.asarray(one.block_ids[first_block : -(-stop // block_size)], dtype=np.int64)
+        positions.append(at)
+        slots.append(blocks[at // block_size - first_block] * block_size + at % block_size)
+        spans.append(Span(row, count, stop, one.block_ids))
+        row += count
+    return np.concatenate(ids), np.concatenate(positions), np.concatenate(slots), spans
+
+
+def _slice(request_id: str, token_ids: Sequence[int], start: int, block_ids: Sequence[int]) -> SequenceSlice:
+    return SequenceSlice(request_id=request_id, token_ids=token_ids, start=start, block_ids=block_ids, sampling=None)

@@ -1,0 +1,178 @@
+"""From scores to tokens: stateless, vectorised, and the same whatever else is in the batch.
+
+A draw is a function of (seed, position): a counter-based hash gives the uniform number, the inverse of the cumulated
+distribution gives the token. So neither a preemption nor another replica changes what a seed yields.
+
+Every reduction here runs along one row in a fixed order (softmax and cumsum never split a row among threads), which is
+what keeps a draw independent of the batch.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from worker.batch import SamplingParams, SequenceSlice, TokenLogprobs
+
+# Sorting a whole vocabulary costs more than the model's step; the likeliest thousand nearly always hold top_p.
+TOP_P_CANDIDATES = 1024
+_NEVER = float("-inf")
+
+
+@dataclass(frozen=True, slots=True)
+class Draw:
+    """One drawn token."""
+
+    token_id: int
+    logprobs: TokenLogprobs | None
+
+
+def sample(logits: Tensor, slices: Sequence[SequenceSlice]) -> list[Draw]:
+    """One token per row of ``logits`` (float32 ``[len(slices), vocab]``, kept unchanged).
+
+    Each slice has ``sampling`` set; the token drawn stands at position ``start + len(token_ids)``. Log-probabilities
+    are of the model's own distribution, before penalties and temperature.
+    """
+    params = [one.sampling for one in slices]
+    assert all(one is not None for one in params)
+    wanted: list[SamplingParams] = [one for one in params if one is not None]
+    adjusted = _adjust(logits, slices, wanted)
+    token_ids = adjusted.argmax(dim=-1)
+    random_rows = [row for row, one in enumerate(wanted) if one.temperature > 0]
+    if random_rows:
+        chosen = [wanted[row] for row in random_rows]
+        uniforms = [uniform(wanted[row].seed, slices[row].start + len(slices[row].token_ids)) for row in random_rows]
+        index = torch.tensor(random_rows, device=logits.device)
+        rows = adjusted if len(random_rows) == len(wanted) else adjusted.index_select(0, index)
+        token_ids[index] = _draw(rows, chosen, uniforms)
+    ids = token_ids.tolist()
+    logprobs: dict[int, TokenLogprobs] = {}
+    if asking := [row for row, one in enumerate(wanted) if one.num_logprobs is not None]:
+        counts = [wanted[row].num_logprobs or 0 for row in asking]
+        found = token_logprobs(logits[asking], [ids[row] for row in asking], counts)
+        logprobs = dict(zip(asking, found, strict=True))
+    return [Draw(token_id, logprobs.get(row)) for row, token_id in enumerate(ids)]
+
+
+def token_logprobs(logits: Tensor, token_ids: Sequence[int], num_top: Sequence[int]) -> list[TokenLogprobs]:
+    """For each row: the log-probability and rank of its token, and the ``num_top`` likeliest tokens."""
+    scores = torch.log_softmax(logits, dim=-1)
+    ids = torch.tensor(token_ids, device=logits.device)
+    own = scores.gather(1, ids[:, None])
+    ranks = ((scores > own).sum(dim=-1) + 1).tolist()
+    best, best_ids = scores.topk(min(max(num_top), scores.shape[1]), dim=-1)
+    return [
+        TokenLogprobs(token_id=token_id, logprob=logprob, rank=rank, top=tuple(zip(ids_row[:n], row[:n], strict=True)))
+        for token_id, logprob, rank, n, ids_row, row in zip(
+            token_ids, own[:, 0].tolist(), ranks, num_top, best_ids.tolist(), best.tolist(), strict=True
+        )
+    ]
+
+
+def uniform(seed: int, position: int) -> float:
+    """A number in [0, 1) that depends on nothing but its arguments: two rounds of SplitMix64's mixer."""
+    mixed = _mix((_mix(seed & _MASK) + (position + 1) * 0x9E3779B97F4A7C15) & _MASK)
+    return (mixed >> 11) * 2.0**-53
+
+
+_MASK = 2**64 - 1
+
+
+def _mix(value: int) -> int:
+    value = ((value ^ (value >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
+    value = ((value ^ (value >> 27)) * 0x94D049BB133111EB) & _MASK
+    return value ^ (value >> 31)
+
+
+def _adjust(logits: Tensor, slices: Sequence[SequenceSlice], params: Sequence[SamplingParams]) -> Tensor:
+    """Bias, penalties and bans; a copy only where some row needs one."""
+    adjusted = logits
+    for row, (one, sampling) in enumerate(zip(slices, params, strict=True)):
+        penalised = sampling.presence_penalty or sampling.frequency_penalty or sampling.repetition_penalty != 1.0
+        if not (penalised or sampling.logit_bias or one.forbidden_token_ids):
+            continue
+        if adjusted is logits:
+            adjusted = logits.clone()
+        scores = adjusted[row]
+        if sampling.logit_bias:
+            ids = torch.tensor(list(sampling.logit_bias), device=scores.device)
+            scores[ids] += torch.tensor(list(sampling.logit_bias.values()), device=scores.device)
+        if penalised:
+            _penalise(scores, one, sampling)
+        if one.forbidden_token_ids:
+            scores[torch.tensor(list(one.forbidden_token_ids), device=scores.device)] = _NEVER
+    return adjusted
+
+
+def _penalise(scores: Tensor, one: SequenceSlice, sampling: SamplingParams) -> None:
+    output, counts = np.unique(np.asarray(one.output_token_ids, dtype=np.int64), return_counts=True)
+    if sampling.repetition_penalty != 1.0:  # Keskar et al. 2019 (CTRL): of what was read and written
+        seen = np.union1d(output, np.asarray(one.prompt_token_ids, dtype=np.int64))
+        ids = torch.from_numpy(seen).to(scores.device)
+        values = scores[ids]
+        scores[ids] = torch.where(
+            values > 0, values / sampling.repetition_penalty, values * sampling.repetition_penalty
+        )
+    if len(output) and (sampling.presence_penalty or sampling.frequency_penalty):  # OpenAI's: of what was written
+        taken = sampling.presence_penalty + sampling.frequency_penalty * torch.from_numpy(counts).float()
+        scores[torch.from_numpy(output).to(scores.device)] -= taken.to(scores.device)
+
+
+def _draw(scores: Tensor, params: Sequence[SamplingParams], uniforms: Sequence[float]) -> Tensor:
+    """Token ids ``[rows]``: temperature, then min-p, then top-k, then top-p, each on what the one before left."""
+    device = scores.device
+    scores = scores / torch.tensor([one.temperature for one in params], device=device)[:, None]
+    if any(one.min_p > 0 for one in params):
+        floor = torch.tensor([one.min_p for one in params], device=device).log()
+        scores = scores.masked_fill(scores < scores.amax(dim=-1, keepdim=True) + floor[:, None], _NEVER)
+    probabilities = torch.softmax(scores, dim=-1)
+    u = torch.tensor(uniforms, dtype=torch.float64, device=device)
+    vocab = scores.shape[1]
+    limited = [row for row, one in enumerate(params) if one.top_p < 1 or 0 < one.top_k < vocab]
+    if not limited:
+        return _invert(probabilities, u)
+    token_ids = torch.empty(len(params), dtype=torch.int64, device=device)
+    if free := sorted(set(range(len(params))) - set(limited)):
+        token_ids[free] = _invert(probabilities[free], u[free])
+    ks = [params[row].top_k if 0 < params[row].top_k < vocab else vocab for row in limited]
+    width = min(max(k if k < vocab else TOP_P_CANDIDATES for k in ks), vocab)
+    token_ids[limited], short = _draw_limited(
+        probabilities[limited], u[limited], [params[row] for row in limited], ks, width
+    )
+    if again := [row for row, is_short in zip(limited, short, strict=True) if is_short]:
+        token_ids[again], _ = _draw_limited(
+            probabilities[again], u[again], [params[row] for row in again], [vocab] * len(again), vocab
+        )
+    return token_ids
+
+
+def _draw_limited(
+    probabilities: Tensor, u: Tensor, params: Sequence[SamplingParams], ks: Sequence[int], width: int
+) -> tuple[Tensor, list[bool]]:
+    """Token ids of rows with top-k or top-p, looking at the ``width`` likeliest; and which rows needed to see more."""
+    device, vocab = probabilities.device, probabilities.shape[1]
+    best, best_ids = probabilities.topk(width, dim=-1)
+    cumulated = best.cumsum(dim=-1, dtype=torch.float64)
+    k = torch.tensor(ks, device=device)
+    last = k.clamp(max=width)[:, None] - 1
+    # Top-p is a share of what top-k left; without top-k, of everything.
+    mass = torch.where(k[:, None] < vocab, cumulated.gather(1, last), torch.ones_like(cumulated[:, :1]))
+    target = torch.tensor([one.top_p for one in params], dtype=torch.float64, device=device)[:, None] * mass
+    short = (
+        (cumulated[:, -1:] < target) & (k[:, None] > width)
+        if width < vocab
+        else torch.zeros_like(target, dtype=torch.bool)
+    )
+    last = torch.minimum(last, (cumulated < target).sum(dim=-1, keepdim=True))  # the first to reach the target is kept
+    kept = cumulated.gather(1, last)
+    chosen = torch.minimum(torch.searchsorted(cumulated, u[:, None] * kept, right=True), last)
+    return best_ids.gather(1, chosen)[:, 0], short[:, 0].tolist()
+
+
+def _invert(probabilities: Tensor, u: Tensor) -> Tensor:
+    """The first token whose cumulated probability exceeds ``u`` of the whole."""
+    cumulated = probabilities.cumsum(dim=-1, dtype=torch.float64)
+    found = torch.searchsorted(cumulated, u[:, None] * cumulated[:, -1:], right=True)
+    return found.clamp_(max=probabilities.shape[1] - 1)[:, 0]
