@@ -13,7 +13,7 @@ from __future__ import annotations
 import math
 from bisect import insort
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum
 
 from cache.block_hash import BlockChain
@@ -76,6 +76,16 @@ class Limits:
     max_queue: int
 
 
+@dataclass(slots=True)
+class Step:
+    """What one step computes: a slice of each of some choices, decode rows first."""
+
+    choices: list[Choice] = field(default_factory=list)
+    slices: list[SequenceSlice] = field(default_factory=list)
+    admitted: list[Choice] = field(default_factory=list)  # those of them that got blocks for the first time
+    num_prefill_tokens: int = 0
+
+
 class Scheduler:
     """Owns who waits and who runs, and drives the prefix cache. See the module. One thread owns it."""
 
@@ -134,14 +144,15 @@ class Scheduler:
         self._next_deadline_s = min((one.deadline_s for one in everyone if one.deadline_s > now), default=math.inf)
         return [one for one in everyone if one.deadline_s <= now]
 
-    def schedule(self, now: float) -> list[tuple[Choice, SequenceSlice]]:
+    def schedule(self, now: float) -> Step:
         """The next step, decode rows first. Empty only when nothing is left to do.
 
-        Every choice in it has its blocks. When the step has run, call ``computed`` for each of it.
+        Every choice in it has its blocks. When the step has run, call ``computed`` for each of its slices.
         """
         preemptions_before = self.num_preemptions
-        step, prefilling = self._decode_rows(now)
-        budget = self._limits.max_num_batched_tokens - len(step)
+        step = Step()
+        prefilling = self._decode_rows(step, now)
+        budget = self._limits.max_num_batched_tokens - len(step.slices)
         for choice in prefilling:
             if not budget:
                 break
@@ -186,9 +197,8 @@ class Scheduler:
 
     # Inside
 
-    def _decode_rows(self, now: float) -> tuple[list[tuple[Choice, SequenceSlice]], list[Choice]]:
-        """A row for each choice with a drawn token, oldest first, and the choices that still read their prompt."""
-        rows: list[tuple[Choice, SequenceSlice]] = []
+    def _decode_rows(self, step: Step, now: float) -> list[Choice]:
+        """Put a row for each choice with a drawn token into the step; the choices that still read their prompt."""
         prefilling: list[Choice] = []
         running = self._running
         index = 0
@@ -204,17 +214,20 @@ class Scheduler:
                 self._preempt(running[-1], now)
             if choice.state is ChoiceState.RUNNING:
                 choice.drawn = None
-                rows.append((choice, self._slice(choice, 1, (token_id,))))
-        return rows, prefilling
+                step.choices.append(choice)
+                step.slices.append(self._slice(choice, 1, (token_id,)))
+        return prefilling
 
-    def _add_chunk(self, choice: Choice, budget: int, step: list[tuple[Choice, SequenceSlice]]) -> int:
+    def _add_chunk(self, choice: Choice, budget: int, step: Step) -> int:
         """Put the next chunk of a prompt into the step; its size in tokens."""
         start = choice.num_computed
         size = min(budget, len(choice.chain) - start)
-        step.append((choice, self._slice(choice, size, choice.chain.token_ids[start : start + size])))
+        step.choices.append(choice)
+        step.slices.append(self._slice(choice, size, choice.chain.token_ids[start : start + size]))
+        step.num_prefill_tokens += size
         return size
 
-    def _admit(self, budget: int, step: list[tuple[Choice, SequenceSlice]], now: float) -> None:
+    def _admit(self, budget: int, step: Step, now: float) -> None:
         """Give blocks and first chunks to waiting choices in order, until budget, rows or blocks are used up.
 
         A choice whose next blocks are being computed for another one is passed over until they are in place. One that
@@ -237,6 +250,7 @@ class Scheduler:
             choice.num_computed = admission.num_cached_tokens
             if choice.num_cached is None:
                 choice.num_cached = admission.num_cached_tokens
+                step.admitted.append(choice)
             budget -= self._add_chunk(choice, budget, step)
 
     def _preempt(self, choice: Choice, now: float) -> None:

@@ -1,0 +1,92 @@
+"""A model without a model: a deterministic function of all tokens before, with a KV store that can be got wrong.
+
+Each slot keeps a digest of its own token and of the slot before it, read through the block table, as attention would.
+The next token is drawn from the last digest and the seed. So a block that is reused for the wrong prefix, read before
+it was written or overwritten too early changes the answer.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+from worker.batch import SequenceSlice, SliceResult, StepBatch, TokenLogprobs
+
+_MASK = (1 << 64) - 1
+
+
+def mix(value: int, token: int) -> int:
+    value = (value * 0x9E3779B97F4A7C15 + token + 1) & _MASK
+    return value ^ (value >> 29)
+
+
+class FakeRunner:
+    """``forbidden_token_ids`` are honoured; ``eos_token_id`` comes up about once in 16 draws."""
+
+    def __init__(
+        self,
+        num_blocks: int,
+        block_size: int,
+        *,
+        vocab_size: int = 1000,
+        eos_token_id: int = 2,
+        step_s: float = 0.0,
+        poison: Callable[[SequenceSlice], str | None] = lambda _: None,
+    ) -> None:
+        self.block_size = block_size
+        self.vocab_size = vocab_size
+        self.eos_token_id = eos_token_id
+        self.step_s = step_s
+        self.poison = poison  # a message: this slice fails; one that begins with "raise": the whole step does
+        self.slots = [0] * (num_blocks * block_size)
+        self.batches: list[list[tuple[str, int, int]]] = []  # per step: (request id, start, tokens)
+        self.dead = False
+
+    def execute(self, batch: StepBatch) -> list[SliceResult]:
+        if self.dead:
+            raise RuntimeError("the device is gone")
+        if self.step_s:
+            time.sleep(self.step_s)
+        self.batches.append([(one.request_id, one.start, len(one.token_ids)) for one in batch.slices])
+        errors = [self.poison(one) for one in batch.slices]
+        for error in errors:
+            if error is not None and error.startswith("raise"):
+                raise RuntimeError(error)
+        for one in batch.slices:
+            for source, target, count in one.copies:
+                base, into = source * self.block_size, target * self.block_size
+                self.slots[into : into + count] = self.slots[base : base + count]
+        return [
+            self._slice(one) if error is None else SliceResult(error=error)
+            for one, error in zip(batch.slices, errors, strict=True)
+        ]
+
+    def _slice(self, one: SequenceSlice) -> SliceResult:
+        def slot(position: int) -> int:
+            return one.block_ids[position // self.block_size] * self.block_size + position % self.block_size
+
+        value = self.slots[slot(one.start - 1)] if one.start else 1
+        prompt_logprobs = []
+        for offset, token in enumerate(one.token_ids):
+            value = mix(value, token)
+            position = one.start + offset
+            self.slots[slot(position)] = value
+            if one.num_prompt_logprobs is not None and position + 1 < len(one.prompt_token_ids):
+                predicted = one.prompt_token_ids[position + 1]
+                prompt_logprobs.append(self._logprob(value, predicted, one.num_prompt_logprobs))
+        if one.sampling is None:
+            return SliceResult(prompt_logprobs=prompt_logprobs)
+        drawn = value
+        while True:
+            drawn = mix(drawn, one.sampling.seed if one.sampling.temperature else 0)
+            token_id = self.eos_token_id if drawn % 16 == 0 else 3 + (drawn >> 8) % (self.vocab_size - 3)
+            if token_id not in one.forbidden_token_ids:
+                break
+        logprobs = None
+        if one.sampling.num_logprobs is not None:
+            logprobs = self._logprob(value, token_id, one.sampling.num_logprobs)
+        return SliceResult(token_id=token_id, logprobs=logprobs, prompt_logprobs=prompt_logprobs)
+
+    def _logprob(self, value: int, token_id: int, count: int) -> TokenLogprobs:
+        top = [((value + index) % self.vocab_size, -1.0 - index) for index in range(count)]
+        return TokenLogprobs(token_id=token_id, logprob=-0.5, rank=1, top=top)
