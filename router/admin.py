@@ -1,0 +1,91 @@
+"""What an operator asks of a router; the HTTP and gRPC fronts answer the same."""
+
+from typing import Any
+
+from warmfront_pb.v1 import admin_pb2, common_pb2
+
+from router.errors import InvalidRequestError, NotFoundError
+from router.fleet import Fleet, Member
+from router.worker_client import WorkerError
+
+_DRAIN_TIMEOUT_S = 5.0
+
+
+class Admin:
+    """Views of the fleet and orders to it."""
+
+    def __init__(self, fleet: Fleet) -> None:
+        self._fleet = fleet
+
+    def replicas(self) -> admin_pb2.ListReplicasResponse:
+        """Every replica that this router knows, refused ones with the reason as their fault."""
+        response = admin_pb2.ListReplicasResponse(fleet=self._fleet.config.fleet)
+        for name in sorted(self._fleet.members):
+            response.replicas.append(self._replica(self._fleet.members[name]))
+        return response
+
+    def replicas_json(self) -> dict[str, Any]:
+        """The same as the object of ``GET /v1/replicas``."""
+        listed = self.replicas()
+        return {"fleet": listed.fleet, "replicas": [_replica_json(one) for one in listed.replicas]}
+
+    async def drain(self, replica: str, deadline_ms: int = 0) -> int:
+        """Let a replica end its requests and leave; how many it still answers. Raises ``RouterError``."""
+        if not replica:
+            raise InvalidRequestError("replica is missing: name the one to drain", param="replica")
+        member = self._fleet.members.get(replica)
+        if member is None:
+            known = ", ".join(sorted(self._fleet.members)) or "none"
+            raise NotFoundError(f"replica {replica!r} is not in the fleet; known: {known}", param="replica")
+        try:
+            return await member.client.drain(deadline_ms, _DRAIN_TIMEOUT_S)
+        except WorkerError as error:
+            raise error.as_router_error() from error
+
+    def _replica(self, member: Member) -> admin_pb2.Replica:
+        load = self._fleet.loads.of(member.replica.id)
+        one = admin_pb2.Replica(
+            lease=member.replica.lease,
+            lease_age_s=self._fleet.membership.lease_age_s(member.replica),
+            index_blocks=self._fleet.index.num_blocks(member.replica.id),
+            inflight_tokens=load.waiting_tokens,
+            inflight_requests=load.in_flight,
+        )
+        one.lease.fault = member.replica.fault or one.lease.fault
+        return one
+
+
+def _replica_json(one: admin_pb2.Replica) -> dict[str, Any]:
+    lease = one.lease
+    cache, load, contract = lease.cache, lease.load, lease.contract
+    return {
+        "id": lease.replica,
+        "generation": lease.generation,
+        "state": common_pb2.ReplicaState.Name(lease.state),
+        "address": lease.address,
+        "model": contract.served_model_name,
+        "mode": contract.mode,
+        "block_size": contract.block_size,
+        "hash_algorithm": contract.hash_algorithm,
+        "protocol_version": lease.protocol_version,
+        "max_model_len": lease.limits.max_model_len,
+        "prefix_caching": cache.prefix_caching,
+        "kv_blocks": cache.kv_blocks,
+        "kv_blocks_used": cache.kv_blocks_used,
+        "kv_blocks_cached": cache.kv_blocks_cached,
+        "kv_bytes_per_token": cache.kv_bytes_per_token,
+        "lru_age_s": round(cache.lru_age_s, 3),
+        "waiting": load.waiting,
+        "waiting_tokens": load.waiting_tokens,
+        "running": load.running,
+        "prefill_tokens_per_s": round(load.prefill_tokens_per_s, 1),
+        "hit_rate_1m": round(cache.hit_rate_1m, 4),
+        "hit_rate_1h": round(cache.hit_rate_1h, 4),
+        "hit_rate": round(cache.hit_rate, 4),
+        "hit_rate_verdict": cache.hit_rate_verdict,
+        "lease_age_s": round(one.lease_age_s, 3),
+        "index_blocks": one.index_blocks,
+        "inflight_tokens": one.inflight_tokens,
+        "inflight_requests": one.inflight_requests,
+        "fault": lease.fault,
+    }

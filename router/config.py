@@ -1,0 +1,126 @@
+"""What a router is told at its start. Read once, checked once, passed down."""
+
+import ipaddress
+import re
+import secrets
+from dataclasses import dataclass, field
+from urllib.parse import urlsplit
+
+from cache.block_hash import ALGORITHMS
+from router.policy import POLICIES
+
+_FLEET_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}")
+_REDIS_SCHEMES = ("redis", "rediss", "unix")
+
+
+class ConfigError(ValueError):
+    """A flag has a value that cannot work. The message names the flag and what to do."""
+
+
+def _router_id() -> str:
+    return f"router-{secrets.token_hex(4)}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RouterConfig:
+    """All of a router's settings. Raises ``ConfigError`` naming the flag at fault."""
+
+    redis_url: str = field(repr=False)  # may hold a password
+    fleet: str = "default"
+    router_id: str = field(default_factory=_router_id)
+
+    listen: str = "127.0.0.1"
+    http_port: int = 8000  # 0: any free port
+    grpc_port: int = 50051
+    metrics_port: int | None = None  # None: /metrics stands on the HTTP port alone
+    reuse_port: bool = False  # share HTTP and gRPC ports with other routers of this machine (SO_REUSEPORT)
+    insecure_listen: bool = False
+    tls_cert: str | None = None
+    tls_key: str | None = None
+    tls_client_ca: str | None = None
+
+    worker_token: str = field(default="", repr=False)
+    hash_seed: str | None = field(default=None, repr=False)  # None: the algorithm's default, where it has one
+    hash_algorithm: str | None = None  # None: whatever the fleet has; else it must be the fleet's
+    block_size: int | None = None  # tokens; None: whatever the fleet has; else it must be the fleet's
+
+    policy: str = "warmfront"
+    trust_tenant_header: bool = False
+    heartbeat_s: float = 1.0  # how often replicas renew their lease; the router looks four times as often
+    lease_s: float = 5.0  # a replica without a new heartbeat for this long is gone
+    request_timeout_s: float = 600.0
+    max_body_bytes: int = 16 << 20
+    continue_streams: bool = True  # move a stream whose worker died to another replica
+    drain_timeout_s: float = 30.0  # streams still running this long after SIGTERM are cut
+    log_json: bool = False
+    log_level: str = "INFO"
+
+    def __post_init__(self) -> None:
+        if not _FLEET_NAME.fullmatch(self.fleet):
+            raise ConfigError(f"--fleet {self.fleet!r}: use 1 to 63 letters, digits, dots, dashes and underscores")
+        self._check_redis()
+        self._check_listen()
+        for flag, port in (("--http-port", self.http_port), ("--grpc-port", self.grpc_port)):
+            _check_port(flag, port)
+        if self.metrics_port is not None:
+            _check_port("--metrics-port", self.metrics_port)
+        if self.http_port and self.http_port == self.grpc_port:
+            raise ConfigError(f"--http-port and --grpc-port are both {self.http_port}: give each its own")
+        if self.policy not in POLICIES:
+            raise ConfigError(f"--policy {self.policy!r} is none of {', '.join(POLICIES)}")
+        if self.hash_algorithm is not None and self.hash_algorithm not in ALGORITHMS:
+            raise ConfigError(f"--prefix-caching-hash-algo {self.hash_algorithm!r} is none of {', '.join(ALGORITHMS)}")
+        if self.block_size is not None and not 8 <= self.block_size <= 256:
+            raise ConfigError(f"--block-size {self.block_size}: 8 to 256")
+        for flag, seconds in (
+            ("--heartbeat", self.heartbeat_s),
+            ("--request-timeout", self.request_timeout_s),
+            ("--drain-timeout", self.drain_timeout_s),
+        ):
+            if not seconds > 0:
+                raise ConfigError(f"{flag} {seconds:g}s: must be over 0")
+        if not self.lease_s >= 2 * self.heartbeat_s:
+            raise ConfigError(
+                f"--lease {self.lease_s:g}s is under two heartbeats of {self.heartbeat_s:g}s: "
+                "one late heartbeat would end a lease; make it longer"
+            )
+        if self.max_body_bytes < 1024:
+            raise ConfigError(f"--max-body-bytes {self.max_body_bytes}: at least 1024")
+
+    def _check_redis(self) -> None:
+        scheme = urlsplit(self.redis_url).scheme
+        if not self.redis_url:
+            raise ConfigError("--redis is missing: give the URL of the fleet's Redis or Valkey")
+        if scheme in ("redis+sentinel", "redis+cluster"):
+            raise ConfigError(f"--redis {scheme}:// is not supported by this version: give a redis:// or rediss:// URL")
+        if scheme not in _REDIS_SCHEMES:
+            raise ConfigError(f"--redis: scheme {scheme!r} is none of {', '.join(_REDIS_SCHEMES)}")
+
+    def _check_listen(self) -> None:
+        for flag, value in (
+            ("--tls-cert", self.tls_cert),
+            ("--tls-key", self.tls_key),
+            ("--tls-client-ca", self.tls_client_ca),
+        ):
+            if value is not None:
+                raise ConfigError(f"{flag} is not supported by this version: put a TLS proxy in front of the router")
+        if not is_loopback(self.listen) and not self.insecure_listen:
+            raise ConfigError(
+                f"--listen {self.listen} is reachable from other machines without TLS: "
+                "add --insecure-listen if the network is trusted, or listen on 127.0.0.1"
+            )
+
+
+def is_loopback(address: str) -> bool:
+    """Whether only this machine can reach ``address``."""
+    if address == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(address).is_loopback
+    except ValueError:
+        return False
+
+
+def _check_port(flag: str, port: int) -> None:
+    if not 0 <= port <= 65535:
+        raise ConfigError(f"{flag} {port}: 0 to 65535")

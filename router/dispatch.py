@@ -1,0 +1,306 @@
+"""The one way from a request to its answer, for every front.
+
+    tokens -> keys -> match -> decide -> charge -> call the worker -> pass its messages on -> release
+
+Before the first message a failing replica costs a retry on another one; after it the stream is continued on another
+replica from the tokens that were delivered, once. The load that a request is charged with is released on every path
+out of here, a client that leaves included.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import random
+import sys
+import time
+from array import array
+from collections.abc import AsyncGenerator
+from dataclasses import dataclass
+
+from warmfront_pb.v1 import inference_pb2, worker_pb2
+
+from cache.block_hash import extra_keys
+from router.config import RouterConfig
+from router.errors import DeadlineError, NoReplicaReadyError, OverloadedError, WorkerFailedError
+from router.fleet import Fleet, Member
+from router.load import Ticket
+from router.metrics import RouterMetrics
+from router.policy import Ask, Candidate, Decision, choose
+from router.request import Work, check, complete_sampling, prompt_ids
+from router.worker_client import CLIENT_STATUSES, WorkerError, WorkerStream
+
+log = logging.getLogger(__name__)
+
+_MAX_RETRIES = 2
+_RETRY_JITTER_S = 0.02
+_AFFINITY_BLOCKS = 16  # the front that consistent_hash keeps together
+_RETRY_AFTER_S = 1.0
+
+
+@dataclass(slots=True)
+class Route:
+    """Where a request went, filled in as it goes; complete when the last message has been read."""
+
+    replica: str = ""
+    matched_tokens: int = 0  # predicted
+    cached_tokens: int | None = None  # what the replica found
+    num_retries: int = 0
+    was_continued: bool = False
+    first_token_s: float | None = None  # since the request arrived
+    decision: Decision | None = None
+
+    def headers(self, request_id: str, policy: str) -> list[tuple[str, str]]:
+        """What the client is told of it: HTTP headers or trailing metadata."""
+        headers = [("x-request-id", request_id)]
+        if self.replica:
+            headers += [
+                ("x-warmfront-replica", self.replica),
+                ("x-warmfront-matched-tokens", str(self.matched_tokens)),
+                ("x-warmfront-policy", policy),
+            ]
+        return headers
+
+
+class Dispatcher:
+    """Places requests on the fleet's replicas and passes the answers on."""
+
+    def __init__(self, config: RouterConfig, fleet: Fleet, metrics: RouterMetrics) -> None:
+        self._config = config
+        self._fleet = fleet
+        self._metrics = metrics
+        self._rng = random.Random()
+        self._turn = 0
+
+    async def prepare(
+        self,
+        request: inference_pb2.GenerateRequest,
+        *,
+        request_id: str,
+        timeout_s: float | None = None,
+        session: str = "",
+        tenant: str = "",
+    ) -> Work:
+        """Check a request and turn its prompt into tokens. Raises ``RouterError``."""
+        arrived_s = time.monotonic()
+        model = self._fleet.profile
+        check(request, model)
+        packed = await prompt_ids(request, model)
+        num_tokens = len(packed) // 4
+        call = worker_pb2.WorkerGenerateRequest(
+            request_id=request_id,
+            token_ids=packed,
+            sampling=complete_sampling(request.sampling, model, num_tokens, self._rng),
+            cache_salt=request.cache_salt,
+            priority=request.priority,
+            retention=request.retention,
+            tenant=tenant,
+        )
+        limit_s = self._config.request_timeout_s
+        return Work(
+            request_id=request_id,
+            call=call,
+            num_tokens=num_tokens,
+            timeout_s=limit_s if timeout_s is None else min(timeout_s, limit_s),
+            arrived_s=arrived_s,
+            session=session,
+        )
+
+    def ended(self, request_id: str, status: str, work: Work | None, route: Route) -> None:
+        """Count a request and write its line, whatever became of it. ``status`` is a gRPC status name."""
+        self._metrics.requests.labels(status).inc()
+        if work is None:
+            log.info("request request=%s status=%s", request_id, status)
+            return
+        log.info(
+            "request request=%s status=%s replica=%s prompt_tokens=%d matched_tokens=%d cached_tokens=%s "
+            "retries=%d ttft_s=%s total_s=%.3f",
+            *(request_id, status, route.replica or "-", work.num_tokens, route.matched_tokens, route.cached_tokens),
+            *(route.num_retries, "-" if route.first_token_s is None else f"{route.first_token_s:.3f}"),
+            time.monotonic() - work.arrived_s,
+        )
+
+    async def generate(self, work: Work, route: Route) -> AsyncGenerator[bytes, None]:
+        """The answer's serialised GenerateResponse messages, as the replica sent them.
+
+        Close the iterator to give up: the replica is told at once. Raises ``RouterError``.
+        """
+        deadline_s = work.arrived_s + work.timeout_s
+        keys = self._keys(work)
+        self._metrics.prompt_tokens.inc(work.num_tokens)
+        excluded: set[str] = set()
+        delivered: list[bytes] = []
+        may_continue = self._config.continue_streams and _can_move(work.call.sampling)
+        while True:
+            member, ticket = self._place(work, keys, excluded, route)
+            stream = self._call(member, work, deadline_s)
+            try:
+                try:
+                    while (message := await _read(stream, member)) is not None:
+                        if not delivered:
+                            ticket.first_token(time.monotonic())
+                            member.breaker.succeeded()
+                            self._first_token(work, route)
+                        if may_continue or not delivered:
+                            delivered.append(message)
+                        yield message
+                    await self._finish(stream, ticket, route)
+                    member.breaker.succeeded()
+                    return
+                except WorkerError as error:
+                    failure = error
+            finally:
+                stream.cancel()
+                member.breaker.abandoned()
+                ticket.close(time.monotonic())
+            if failure.is_transport:
+                member.breaker.failed(time.monotonic())
+            log.warning(
+                "replica failed a request request=%s replica=%s status=%s delivered=%d error=%r",
+                *(work.request_id, member.replica.id, failure.status, len(delivered), failure.message),
+            )
+            if delivered:
+                if failure.status == "DEADLINE_EXCEEDED":
+                    raise DeadlineError("the request's deadline passed in the middle of the answer")
+                raise WorkerFailedError(
+                    f"replica {member.replica.id} failed in the middle of the answer ({failure.status}: "
+                    f"{failure.message}); send the request again"
+                )
+            excluded.add(member.replica.id)
+            await self._before_retry(failure, route, deadline_s)
+
+    def _first_token(self, work: Work, route: Route) -> None:
+        route.first_token_s = time.monotonic() - work.arrived_s
+        self._metrics.ttft_seconds.observe(route.first_token_s)
+
+    def _keys(self, work: Work) -> array[int]:
+        """Index keys of the prompt's full blocks; hashed here and nowhere else in the router."""
+        scheme = self._fleet.scheme
+        if scheme is None or not any(m.replica.lease.cache.prefix_caching for m in self._fleet.ready_members):
+            return array("Q")
+        salt = work.call.cache_salt or None
+        extra = extra_keys(work.num_tokens, scheme.block_size, cache_salt=salt) if salt else None
+        return scheme.keys(work.call.token_ids, extra)
+
+    def _place(self, work: Work, keys: array[int], excluded: set[str], route: Route) -> tuple[Member, Ticket]:
+        """Decide and charge, in one go: nobody else decides between the two."""
+        started = time.perf_counter()
+        now = time.monotonic()
+        members = self._eligible(excluded, now)
+        candidates, depths = self._candidates(work, keys, members, now)
+        affinity = work.session
+        if not affinity and keys:
+            affinity = str(keys[min(len(keys), _AFFINITY_BLOCKS) - 1])
+        ask = Ask(work.num_tokens, affinity, bool(work.session), self._turn)
+        self._turn += 1
+        decision = choose(self._config.policy, ask, candidates, self._rng)
+        chosen = decision.chosen
+        member = members[chosen.replica]
+        missing_keys = keys[depths[chosen.replica] :] if member.replica.lease.cache.prefix_caching else ()
+        ticket = self._fleet.loads.charge(chosen.replica, work.num_tokens - chosen.matched_tokens, missing_keys, now)
+        member.breaker.start()
+        route.replica = chosen.replica
+        route.matched_tokens = chosen.matched_tokens
+        route.decision = decision
+        self._metrics.decision_seconds.observe(time.perf_counter() - started)
+        self._metrics.matched_tokens.inc(chosen.matched_tokens)
+        self._metrics.regret_tokens.inc(decision.regret_tokens)
+        return member, ticket
+
+    def _eligible(self, excluded: set[str], now: float) -> dict[str, Member]:
+        """Ready members that have not failed this request; those behind an open breaker only when all are."""
+        ready = {m.replica.id: m for m in self._fleet.ready_members if m.replica.id not in excluded}
+        if not ready:
+            raise NoReplicaReadyError(
+                f"{self._fleet.why_not_ready() or 'every ready replica failed this request'}: retry soon",
+                retry_after_s=_RETRY_AFTER_S,
+            )
+        healthy = {name: member for name, member in ready.items() if member.breaker.allows(now)}
+        return healthy or ready
+
+    def _candidates(
+        self, work: Work, keys: array[int], members: dict[str, Member], now: float
+    ) -> tuple[list[Candidate], dict[str, int]]:
+        """What placement may know of each member, and how many leading blocks each holds."""
+        reported = self._fleet.index.match(keys)
+        scheme = self._fleet.scheme
+        block_size = scheme.block_size if scheme is not None else 1
+        most = (work.num_tokens - 1) // block_size  # the last token is computed in any case
+        candidates, depths = [], {}
+        for name, member in members.items():
+            load = self._fleet.loads.of(name)
+            cache = member.replica.lease.cache
+            held = reported[name].total if name in reported else 0
+            depth = load.depth(keys, held) if load.pending else held
+            depths[name] = depth
+            matched = min(depth, most) if cache.prefix_caching else 0
+            free_blocks = cache.kv_blocks - self._fleet.index.num_blocks(name) - len(load.pending)
+            candidates.append(
+                Candidate(
+                    replica=name,
+                    matched_tokens=matched * block_size,
+                    pending_tokens=max(0, matched - held) * block_size,
+                    waiting_tokens=load.waiting_tokens,
+                    waiting_requests=load.waiting_requests,
+                    in_flight=load.in_flight,
+                    since_progress_s=load.since_progress_s(now),
+                    speed=load.speed,
+                    free_tokens=max(0, free_blocks) * block_size,
+                    lru_age_s=cache.lru_age_s,
+                )
+            )
+        return candidates, depths
+
+    def _call(self, member: Member, work: Work, deadline_s: float) -> WorkerStream:
+        work.call.generation = member.replica.generation
+        return member.client.generate(work.call.SerializeToString(), max(0.001, deadline_s - time.monotonic()))
+
+    async def _finish(self, stream: WorkerStream, ticket: Ticket, route: Route) -> None:
+        """Take what the replica tells at the end: its real hits and the blocks the answer left there."""
+        trailing = await stream.trailing_metadata()
+        event_seq = int(trailing.get("wf-event-seq", 0))
+        output_keys = unpack_keys(trailing.get("wf-output-keys-bin", b""))
+        ticket.close(time.monotonic(), event_seq, output_keys)
+        if "wf-cached-tokens" in trailing:
+            route.cached_tokens = int(trailing["wf-cached-tokens"])
+            self._metrics.prediction_error_tokens.observe(route.matched_tokens - route.cached_tokens)
+
+    async def _before_retry(self, failure: WorkerError, route: Route, deadline_s: float) -> None:
+        """Wait a moment, or raise where another replica would not help."""
+        if failure.status in CLIENT_STATUSES:
+            if failure.status == "DEADLINE_EXCEEDED":
+                raise DeadlineError("the request's deadline passed before its first token")
+            raise failure.as_router_error()
+        if route.num_retries >= _MAX_RETRIES or len(self._fleet.ready_members) <= route.num_retries + 1:
+            if failure.status == "RESOURCE_EXHAUSTED":
+                raise OverloadedError(f"all queues are full: {failure.message}", retry_after_s=_RETRY_AFTER_S)
+            raise failure.as_router_error()
+        route.num_retries += 1
+        self._metrics.retries.labels(failure.status.lower()).inc()
+        await asyncio.sleep(self._rng.uniform(0, _RETRY_JITTER_S))
+        if time.monotonic() >= deadline_s:
+            raise DeadlineError("the request's deadline passed before its first token")
+
+
+async def _read(stream: WorkerStream, member: Member) -> bytes | None:
+    """The next message. A replica that leaves the fleet cancels its calls: that is its failure, not ours."""
+    try:
+        return await stream.read()
+    except asyncio.CancelledError:
+        task = asyncio.current_task()
+        if member.has_left and (task is None or not task.cancelling()):
+            raise WorkerError("UNAVAILABLE", "the replica left the fleet") from None
+        raise
+
+
+def unpack_keys(data: str | bytes) -> array[int]:
+    """Index keys as a worker packs them: little-endian uint64."""
+    keys = array("Q", data if isinstance(data, bytes) else b"")
+    if sys.byteorder != "little":
+        keys.byteswap()
+    return keys
+
+
+def _can_move(sampling: inference_pb2.SamplingParams) -> bool:
+    """Whether an answer's state can go on elsewhere: one choice, and no logprobs that were half told."""
+    return sampling.n == 1 and not sampling.HasField("prompt_logprobs")

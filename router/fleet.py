@@ -1,0 +1,243 @@
+"""The fleet as the dispatcher uses it: members, their channels, their breakers, the index, the model.
+
+One place applies what the registry and the index mirror learn, so that a generation that leaves is gone everywhere at
+once: no candidate, no blocks in the index, no pending entries, its calls cancelled.
+"""
+
+import asyncio
+import logging
+import random
+import time
+from dataclasses import dataclass, field
+
+from warmfront_pb.v1 import common_pb2
+
+from cache.block_hash import HashScheme
+from cache.prefix_index import PrefixIndex
+from router.breaker import Breaker
+from router.config import RouterConfig
+from router.errors import NoReplicaReadyError, RouterError
+from router.index_mirror import IndexMirror
+from router.load import LoadBook
+from router.metrics import RouterMetrics
+from router.registry import FleetKeys, Membership, Registry, Replica, connect_redis
+from router.tokenizer import ModelProfile
+from router.worker_client import WorkerClient, WorkerError
+
+log = logging.getLogger(__name__)
+
+_GET_MODEL_TIMEOUT_S = 10.0
+_POLLS_PER_HEARTBEAT = 4
+
+
+@dataclass(slots=True)
+class Member:
+    """A replica generation and this router's connection to it."""
+
+    replica: Replica
+    client: WorkerClient
+    breaker: Breaker = field(default_factory=Breaker)
+    has_left: bool = False
+
+
+class Fleet:
+    """Follows Redis until stopped. Its members, index, loads and model are read by dispatch, in the same thread."""
+
+    def __init__(self, config: RouterConfig, metrics: RouterMetrics) -> None:
+        self.config = config
+        self.metrics = metrics
+        self.members: dict[str, Member] = {}
+        self.index = PrefixIndex()
+        self.loads = LoadBook()
+        self.scheme: HashScheme | None = None
+        self.membership = Membership(config.fleet, config.lease_s)
+        self._profile: ModelProfile | None = None
+        self._redis = connect_redis(config.redis_url)
+        keys = FleetKeys(config.fleet)
+        self._registry = Registry(self._redis, keys, self.membership)
+        self.mirror = IndexMirror(
+            self._redis, keys, self.index, metrics, on_applied=self._on_applied, rng=random.Random(config.router_id)
+        )
+        self._tasks: list[asyncio.Task[None]] = []
+
+    async def start(self) -> None:
+        """Look once, so that a running fleet is known from the first request on, then follow."""
+        await self._look()
+        follow = (self._follow_leases(), self.mirror.run(), self._follow_model())
+        self._tasks = [asyncio.create_task(one) for one in follow]
+        for task in self._tasks:
+            task.add_done_callback(_report_end)
+
+    async def stop(self) -> None:
+        """Stop following and close every channel."""
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        for member in list(self.members.values()):
+            await self._remove(member.replica)
+        if self._profile is not None:
+            self._profile.close()
+        await self._redis.aclose()
+
+    @property
+    def profile(self) -> ModelProfile:
+        """The served model. Raises ``NoReplicaReadyError`` until a replica has told it."""
+        if self._profile is None:
+            raise NoReplicaReadyError(
+                f"no replica of fleet {self.config.fleet!r} has told its model yet: retry soon", retry_after_s=1
+            )
+        return self._profile
+
+    @property
+    def ready_members(self) -> list[Member]:
+        """Those that take user traffic."""
+        return [member for member in self.members.values() if member.replica.is_ready]
+
+    def why_not_ready(self) -> str:
+        """Empty when requests can be answered and placed by an index that has been loaded."""
+        if not self.members:
+            return f"no replica is registered in fleet {self.config.fleet!r}"
+        if not self.ready_members:
+            states = ", ".join(
+                f"{m.replica.id} {m.replica.fault or common_pb2.ReplicaState.Name(m.replica.lease.state)}"
+                for m in self.members.values()
+            )
+            return f"0 of {len(self.members)} replicas are ready: {states}"
+        if self._profile is None:
+            return "no replica has told its model yet"
+        if not self.mirror.is_loaded():
+            return "the index is being loaded"
+        return ""
+
+    async def _follow_leases(self) -> None:
+        period_s = self.config.heartbeat_s / _POLLS_PER_HEARTBEAT
+        while True:
+            await asyncio.sleep(period_s)
+            try:
+                await self._look()
+            except Exception:
+                # Whatever one lease holds: the next look must come.
+                log.exception("looking at the leases failed")
+
+    async def _look(self) -> None:
+        now = time.monotonic()
+        changes = await self._registry.poll(now)
+        if changes is not None:
+            self._check_contract()
+            for replica in changes.left:
+                await self._remove(replica)
+            for replica in changes.joined:
+                self._add(replica)
+            for member in self.members.values():
+                lease = member.replica.lease
+                if member.client.address != lease.address:
+                    await member.client.close()
+                    member.client = WorkerClient(lease.address, self.config.worker_token)
+                if member.replica.fault:
+                    self.mirror.forget(lease.replica)
+                    continue
+                self.mirror.follow(lease.replica, lease.generation)
+                self.loads.of(lease.replica).suggest_speed(lease.load.prefill_tokens_per_s)
+                self.mirror.audit(lease)
+        for replica_id in self.members:
+            self.loads.confirm(replica_id, self.mirror.applied_seq(replica_id), now)
+        self._report()
+
+    def _check_contract(self) -> None:
+        """Take the fleet's hash scheme, or say why this router cannot."""
+        contract = self.membership.contract
+        if contract is None:
+            return
+        if self._profile is not None and self._profile.contract != contract:
+            log.warning("the fleet's contract has changed, the model is asked for again")
+            self._profile.close()
+            self._profile = None
+        if self.scheme is not None and self.scheme.fingerprint() == contract.hash_scheme:
+            self.membership.contract_fault = ""
+            return
+        self.scheme = None
+        fault = scheme_fault(self.config, contract)
+        if not fault:
+            self.scheme = HashScheme(contract.hash_algorithm, contract.block_size, self.config.hash_seed)
+        if fault != self.membership.contract_fault and fault:
+            log.error("this router cannot serve the fleet reason=%r", fault)
+        self.membership.contract_fault = fault
+
+    def _add(self, replica: Replica) -> None:
+        lease = replica.lease
+        log.info(
+            "replica joined replica=%s generation=%s address=%s state=%s",
+            *(lease.replica, lease.generation, lease.address, common_pb2.ReplicaState.Name(lease.state)),
+        )
+        self.members[lease.replica] = Member(replica, WorkerClient(lease.address, self.config.worker_token))
+
+    async def _remove(self, replica: Replica) -> None:
+        member = self.members.pop(replica.id, None)
+        if member is None:
+            return
+        log.info("replica left replica=%s generation=%s", replica.id, replica.generation)
+        self.mirror.forget(replica.id)
+        self.loads.forget(replica.id)
+        member.has_left = True
+        await member.client.close()
+
+    async def _follow_model(self) -> None:
+        while True:
+            if self._profile is None and self.scheme is not None:
+                await self._learn_model()
+            await asyncio.sleep(self.config.heartbeat_s / _POLLS_PER_HEARTBEAT)
+
+    async def _learn_model(self) -> None:
+        for member in self.ready_members:
+            try:
+                model = await member.client.get_model(_GET_MODEL_TIMEOUT_S)
+                self._profile = ModelProfile(model)
+            except (WorkerError, RouterError) as error:
+                log.warning("cannot learn the model replica=%s error=%r", member.replica.id, str(error))
+                continue
+            log.info("serving model=%s max_model_len=%d", model.served_model_name, model.max_model_len)
+            return
+
+    def _on_applied(self, replica: str, seq: int) -> None:
+        self.loads.confirm(replica, seq, time.monotonic())
+
+    def _report(self) -> None:
+        metrics = self.metrics
+        metrics.redis_up.set(self._registry.online)
+        metrics.set_index_mode(self.mirror.mode if self._registry.online else "local")
+        metrics.replicas_ready.set(len(self.ready_members))
+        refused = 0
+        for member in self.members.values():
+            fault = member.replica.fault
+            refused += bool(fault)
+            metrics.inflight_tokens.labels(member.replica.id).set(self.loads.of(member.replica.id).waiting_tokens)
+        metrics.replicas_refused.set(refused)
+
+
+def scheme_fault(config: RouterConfig, contract: common_pb2.Contract) -> str:
+    """Why a router so configured cannot name blocks as this fleet does; empty when it can."""
+    if config.hash_algorithm is not None and config.hash_algorithm != contract.hash_algorithm:
+        return (
+            f"--prefix-caching-hash-algo is {config.hash_algorithm}, "
+            f"fleet {config.fleet!r} has {contract.hash_algorithm}: leave the flag out or make them equal"
+        )
+    if config.block_size is not None and config.block_size != contract.block_size:
+        return (
+            f"--block-size is {config.block_size}, fleet {config.fleet!r} has {contract.block_size}: "
+            "leave the flag out or make them equal"
+        )
+    try:
+        scheme = HashScheme(contract.hash_algorithm, contract.block_size, config.hash_seed)
+    except (ValueError, ModuleNotFoundError) as error:
+        return str(error)
+    if scheme.fingerprint() != contract.hash_scheme:
+        return (
+            f"the hash seed of this router is not that of fleet {config.fleet!r}: "
+            "give all of them the same WARMFRONT_HASH_SEED or --prefix-caching-hash-seed-file"
+        )
+    return ""
+
+
+def _report_end(task: "asyncio.Task[None]") -> None:
+    if not task.cancelled() and task.exception() is not None:
+        log.critical("a background task ended: the router's view stands still", exc_info=task.exception())

@@ -1,0 +1,183 @@
+"""What this router has sent where and not yet seen end: charged at the decision, released exactly once.
+
+A ``Ticket`` is one request's charge on one replica. Whatever way the request ends, ``Ticket.close`` takes back what is
+still charged; a second close changes nothing. It also keeps the blocks that the request is about to leave there
+(pending): they count as held from the decision on, until the replica's own events for them are applied.
+
+Time is an argument, in seconds on one monotonic clock.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections import deque
+from collections.abc import Sequence
+
+_SPEED_WEIGHT = 0.03  # of each first token in the learned speed
+_DEFAULT_SPEED = 2_000.0  # prompt tokens per second, until the replica or experience says better
+_CONFIRM_TIMEOUT_S = 30.0  # pending blocks of an ended request are given up after this
+
+
+class ReplicaLoad:
+    """One replica generation's share."""
+
+    __slots__ = (
+        "_busy_since_s",
+        "_confirmed_seq",
+        "_service_s",
+        "_service_tokens",
+        "_unconfirmed",
+        "in_flight",
+        "pending",
+        "waiting_requests",
+        "waiting_tokens",
+    )
+
+    def __init__(self) -> None:
+        self.in_flight = 0  # requests
+        self.waiting_requests = 0  # of those, without a first token
+        self.waiting_tokens = 0  # prompt tokens charged to the waiting ones
+        self.pending: dict[int, int] = {}  # index key -> requests that will leave it here
+        self._unconfirmed: deque[tuple[int, float, Sequence[int]]] = deque()
+        self._confirmed_seq = 0
+        self._busy_since_s = 0.0
+        self._service_tokens = 0.0
+        self._service_s = 0.0
+
+    @property
+    def speed(self) -> float:
+        """Charged prompt tokens served per second."""
+        return self._service_tokens / self._service_s if self._service_s > 0 else _DEFAULT_SPEED
+
+    def suggest_speed(self, tokens_per_s: float) -> None:
+        """What the replica says of itself counts until the first token has been seen."""
+        if not self._service_s and tokens_per_s > 0:
+            self._service_tokens, self._service_s = tokens_per_s, 1.0
+
+    def since_progress_s(self, now: float) -> float:
+        """Seconds since the last first token, or since it became busy; 0 when nothing waits."""
+        return max(0.0, now - self._busy_since_s) if self.waiting_requests else 0.0
+
+    def depth(self, keys: array[int], depth: int) -> int:
+        """Leading blocks of ``keys`` held here: ``depth`` of them reported, and the pending ones that follow."""
+        pending = self.pending
+        end = len(keys)
+        while depth < end and keys[depth] in pending:
+            depth += 1
+        return depth
+
+    def confirm(self, applied_seq: int, now: float) -> None:
+        """The index has applied the replica's events up to ``applied_seq``: what they told is no longer pending."""
+        self._confirmed_seq = max(self._confirmed_seq, applied_seq)
+        waiting = self._unconfirmed
+        while waiting and (waiting[0][0] <= self._confirmed_seq or waiting[0][1] <= now):
+            self._forget(waiting.popleft()[2])
+
+    def _learn(self, charged_tokens: int, started_s: float, now: float) -> None:
+        service_s = now - max(started_s, self._busy_since_s)
+        self._busy_since_s = now
+        if charged_tokens <= 0 or service_s <= 0:
+            return
+        if not self._service_s:
+            self._service_tokens, self._service_s = float(charged_tokens), service_s
+            return
+        self._service_tokens += _SPEED_WEIGHT * (charged_tokens - self._service_tokens)
+        self._service_s += _SPEED_WEIGHT * (service_s - self._service_s)
+
+    def _remember(self, keys: Sequence[int]) -> None:
+        pending = self.pending
+        for key in keys:
+            pending[key] = pending.get(key, 0) + 1
+
+    def _forget(self, keys: Sequence[int]) -> None:
+        pending = self.pending
+        for key in keys:
+            left = pending[key] - 1
+            if left:
+                pending[key] = left
+            else:
+                del pending[key]
+
+
+class Ticket:
+    """One request's charge on one replica."""
+
+    __slots__ = ("_charged_tokens", "_keys", "_load", "_open", "_started_s", "_waiting")
+
+    def __init__(self, load: ReplicaLoad, miss_tokens: int, keys: Sequence[int], now: float) -> None:
+        if not load.waiting_requests:
+            load._busy_since_s = now
+        self._load = load
+        self._charged_tokens = miss_tokens
+        self._keys = keys
+        self._started_s = now
+        self._waiting = True
+        self._open = True
+        load.in_flight += 1
+        load.waiting_requests += 1
+        load.waiting_tokens += miss_tokens
+        load._remember(keys)
+
+    def first_token(self, now: float) -> None:
+        """The prefill is over: nobody waits for it any more."""
+        if self._stop_waiting():
+            self._load._learn(self._charged_tokens, self._started_s, now)
+
+    def close(self, now: float, event_seq: int | None = None, output_keys: Sequence[int] = ()) -> None:
+        """The request has left the replica.
+
+        ``event_seq`` is the replica's last event when it ended: its blocks, and ``output_keys`` of the answer, stay
+        pending until the index has applied it. None: it failed, they will not come.
+        """
+        if not self._open:
+            return
+        self._open = False
+        self._stop_waiting()
+        load = self._load
+        load.in_flight -= 1
+        if event_seq is None or event_seq <= load._confirmed_seq:
+            load._forget(self._keys)
+            return
+        load._remember(output_keys)
+        load._unconfirmed.append((event_seq, now + _CONFIRM_TIMEOUT_S, [*self._keys, *output_keys]))
+
+    def _stop_waiting(self) -> bool:
+        if not self._waiting:
+            return False
+        self._waiting = False
+        self._load.waiting_requests -= 1
+        self._load.waiting_tokens -= self._charged_tokens
+        return True
+
+
+class LoadBook:
+    """The load of every replica this router knows."""
+
+    def __init__(self) -> None:
+        self._replicas: dict[str, ReplicaLoad] = {}
+
+    def of(self, replica: str) -> ReplicaLoad:
+        """The replica's load, empty at first."""
+        load = self._replicas.get(replica)
+        if load is None:
+            load = self._replicas[replica] = ReplicaLoad()
+        return load
+
+    def charge(self, replica: str, miss_tokens: int, keys: Sequence[int], now: float) -> Ticket:
+        """Charge a request that was just placed; ``keys`` are the blocks it will add there."""
+        return Ticket(self.of(replica), miss_tokens, keys, now)
+
+    def confirm(self, replica: str, applied_seq: int, now: float) -> None:
+        """See ``ReplicaLoad.confirm``."""
+        load = self._replicas.get(replica)
+        if load is not None:
+            load.confirm(applied_seq, now)
+
+    def forget(self, replica: str) -> None:
+        """That generation has gone. Tickets that are still open close on the record that nobody reads any more."""
+        self._replicas.pop(replica, None)
+
+    @property
+    def in_flight(self) -> int:
+        """Requests in flight everywhere."""
+        return sum(load.in_flight for load in self._replicas.values())

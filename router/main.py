@@ -1,0 +1,133 @@
+"""One router: its servers, its view of the fleet, its life from start to drain."""
+
+import asyncio
+import logging
+import signal
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from router.admin import Admin
+from router.config import RouterConfig
+from router.dispatch import Dispatcher
+from router.fleet import Fleet
+from router.http import HttpFront
+from router.logs import configure_logging
+from router.metrics import MetricsServer, RouterMetrics
+from router.service import GrpcFront
+
+log = logging.getLogger(__name__)
+
+_HEALTH_PERIOD_S = 0.25
+_DRAIN_NOTICE_S = 0.5  # between "not ready" and the closed port: load balancers look away first
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Endpoints:
+    """Where a router listens."""
+
+    http: str  # URL
+    grpc: str  # host:port
+    metrics: str | None  # URL, where it has a port of its own
+
+
+class Router:
+    """A router in this event loop."""
+
+    def __init__(self, config: RouterConfig) -> None:
+        self.config = config
+        self.metrics = RouterMetrics()
+        self.fleet = Fleet(config, self.metrics)
+        self._dispatcher = Dispatcher(config, self.fleet, self.metrics)
+        admin = Admin(self.fleet)
+        self._grpc = GrpcFront(config, self.fleet, self._dispatcher, admin)
+        self._http = HttpFront(config, self.fleet, self._dispatcher, admin, self.metrics)
+        self._metrics_server: MetricsServer | None = None
+        self._health: asyncio.Task[None] | None = None
+
+    async def start(self) -> Endpoints:
+        """Listen and follow the fleet. Raises ``OSError`` when a port cannot be had."""
+        host = self.config.listen
+        try:
+            http_port = await self._http.start()
+            grpc_port = await self._grpc.start()
+            metrics_url = None
+            if self.config.metrics_port is not None:
+                self._metrics_server = MetricsServer(self.metrics, host, self.config.metrics_port)
+                metrics_url = f"http://{host}:{self._metrics_server.port}/metrics"
+            await self.fleet.start()
+        except BaseException:
+            await self.stop()
+            raise
+        self._health = asyncio.create_task(self._tell_health())
+        log.info("router listens http=%s:%d grpc=%s:%d", host, http_port, host, grpc_port)
+        return Endpoints(http=f"http://{host}:{http_port}", grpc=f"{host}:{grpc_port}", metrics=metrics_url)
+
+    async def drain(self) -> None:
+        """Say "not ready", give load balancers a moment, let what runs end, then close everything."""
+        self._http.begin_drain()
+        if self._health is not None:
+            self._health.cancel()
+            await asyncio.gather(self._health, return_exceptions=True)
+        await self._grpc.set_ready(False)
+        await asyncio.sleep(_DRAIN_NOTICE_S)
+        await self.stop()
+
+    async def stop(self) -> None:
+        """Close the ports; running answers have the drain timeout to end."""
+        if self._health is not None:
+            self._health.cancel()
+        await asyncio.gather(self._http.stop(), self._grpc.stop(self.config.drain_timeout_s))
+        await self.fleet.stop()
+        if self._metrics_server is not None:
+            self._metrics_server.stop()
+
+    async def _tell_health(self) -> None:
+        was_ready = False
+        while True:
+            is_ready = not self.fleet.why_not_ready()
+            if is_ready != was_ready:
+                await self._grpc.set_ready(is_ready)
+                was_ready = is_ready
+            await asyncio.sleep(_HEALTH_PERIOD_S)
+
+
+async def serve(config: RouterConfig, stop: asyncio.Event, ready: Callable[[Endpoints], None] | None = None) -> None:
+    """Run a router until ``stop`` is set, then drain it. ``ready`` is told once its servers listen."""
+    router = Router(config)
+    endpoints = await router.start()
+    if ready is not None:
+        ready(endpoints)
+    await stop.wait()
+    log.info("router drains")
+    await router.drain()
+
+
+def run_router(config: RouterConfig, ready: Callable[[Endpoints], None] | None = None) -> int:
+    """Run a router in the foreground until SIGTERM or SIGINT; its exit code.
+
+    0 after a drain, 2 when a port cannot be had. A second signal ends it at once.
+    """
+    configure_logging(as_json=config.log_json, level=config.log_level)
+
+    async def run() -> int:
+        stop = asyncio.Event()
+        if threading.current_thread() is threading.main_thread():
+            loop = asyncio.get_running_loop()
+            for number in (signal.SIGTERM, signal.SIGINT):
+                loop.add_signal_handler(number, _on_signal, number, stop)
+        try:
+            await serve(config, stop, ready)
+        except OSError as error:
+            log.error("%s", error)
+            return 2
+        return 0
+
+    return asyncio.run(run())
+
+
+def _on_signal(number: int, stop: asyncio.Event) -> None:
+    if stop.is_set():
+        signal.signal(number, signal.SIG_DFL)
+        signal.raise_signal(number)
+    stop.set()

@@ -1,0 +1,78 @@
+"""The router's figures, in a registry of their own so that two routers in one process do not mix."""
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest, start_http_server
+
+_PREFIX = "warmfront_router"
+_DECISION_BUCKETS_S = (1e-5, 2e-5, 5e-5, 1e-4, 2e-4, 5e-4, 1e-3, 2e-3, 5e-3, 1e-2)
+_TTFT_BUCKETS_S = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
+_TOKEN_BUCKETS = (-4096, -1024, -256, -64, -16, -1, 0, 16, 64, 256, 1024, 4096)
+INDEX_MODES = ("live", "snapshot", "local")
+
+
+class RouterMetrics:
+    """Every collector of this router."""
+
+    def __init__(self) -> None:
+        self.registry = registry = CollectorRegistry()
+
+        def counter(name: str, text: str, labels: tuple[str, ...] = ()) -> Counter:
+            return Counter(f"{_PREFIX}_{name}", text, labels, registry=registry)
+
+        def gauge(name: str, text: str, labels: tuple[str, ...] = ()) -> Gauge:
+            return Gauge(f"{_PREFIX}_{name}", text, labels, registry=registry)
+
+        def histogram(name: str, text: str, buckets: tuple[float, ...]) -> Histogram:
+            return Histogram(f"{_PREFIX}_{name}", text, buckets=buckets, registry=registry)
+
+        self.requests = counter("requests", "Requests by their status.", ("code",))
+        self.decision_seconds = histogram(
+            "decision_seconds", "Look-up and placement of one request, tokens and keys given.", _DECISION_BUCKETS_S
+        )
+        self.ttft_seconds = histogram("ttft_seconds", "From a request's arrival to its first token.", _TTFT_BUCKETS_S)
+        self.matched_tokens = counter("matched_tokens", "Prompt tokens that the chosen replicas held.")
+        self.prompt_tokens = counter("prompt_tokens", "Prompt tokens of all requests.")
+        self.prediction_error_tokens = histogram(
+            "prediction_error_tokens", "Predicted less actual cached tokens of a request.", _TOKEN_BUCKETS
+        )
+        self.regret_tokens = counter("regret_tokens", "Tokens the best holder held more than the chosen replica.")
+        self.index_blocks = gauge("index_blocks", "Blocks that the index credits to a replica.", ("replica",))
+        self.index_gaps = counter("index_gaps", "Gaps found in event numbers.")
+        self.index_resyncs = counter("index_resyncs", "Snapshots asked for again.")
+        self.index_bad_events = counter("index_bad_events", "Events that made no sense and were skipped.")
+        self.index_mode = gauge("index_mode", "1 for what the index is now: live, snapshot or local.", ("mode",))
+        self.retries = counter("retries", "Requests sent to another replica before a token.", ("reason",))
+        self.failovers = counter("failovers", "Streams continued on another replica.")
+        self.inflight_tokens = gauge("inflight_tokens", "Uncached tokens sent and waited for.", ("replica",))
+        self.redis_up = gauge("redis_up", "Whether Redis answered the last look at the leases.")
+        self.replicas_ready = gauge("replicas_ready", "Replicas that take user traffic.")
+        self.replicas_refused = gauge("replicas_refused", "Replicas refused for their contract or protocol.")
+
+    def set_index_mode(self, mode: str) -> None:
+        """One of ``INDEX_MODES``."""
+        for name in INDEX_MODES:
+            self.index_mode.labels(name).set(name == mode)
+
+    def drop_index(self, replica: str) -> None:
+        """Forget the series of a replica that has gone."""
+        for metric in (self.index_blocks, self.inflight_tokens):
+            # The client library raises for a label it has never seen.
+            if (replica,) in metric._metrics:
+                metric.remove(replica)
+
+    def text(self) -> bytes:
+        """Everything, in the Prometheus text format."""
+        return generate_latest(self.registry)
+
+
+class MetricsServer:
+    """Serves this router's figures on a port of its own, from a thread."""
+
+    def __init__(self, metrics: RouterMetrics, address: str, port: int) -> None:
+        self._server, self._thread = start_http_server(port, addr=address, registry=metrics.registry)
+        self.port = int(self._server.server_port)
+
+    def stop(self) -> None:
+        """Close the port."""
+        self._server.shutdown()
+        self._server.server_close()
+        self._thread.join()

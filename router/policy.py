@@ -1,0 +1,192 @@
+"""Which replica gets a request: plain functions over plain data.
+
+The default is the least marginal cost in seconds. A replica's cost is what waits there, my prefill there counted once
+for me and once for each request it delays, and what my blocks push out of its cache::
+
+    cost(r) = wait(r) + (1 + L(r)) * miss(r) + 2 * displaced(r)
+
+    miss(r)       prompt tokens not matched / speed(r)
+    wait(r)       tokens charged to requests without a first token / speed(r), less the time since r's last progress
+    L(r)          requests without a first token
+    displaced(r)  tokens r must evict for the missing ones / speed(r) * min(4, mean age / age(r))
+
+An idle replica takes a copy cheaply, so bursts and hot prefixes spread; a busy one is given no repeat work, so nothing
+replicates under load. There is no threshold. The other policies are for comparison and for taste.
+"""
+
+import hashlib
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+DISPLACEMENT_WEIGHT = 2.0  # flat from 1 to 4 in simulation
+_MAX_AGE_RATIO = 4.0
+_LOAD_BOUND = 1.25  # consistent_hash: no replica above this times the mean of requests in flight
+_LOAD_FLOOR = 2  # and the bound is never below this many
+
+
+@dataclass(slots=True)
+class Candidate:
+    """One eligible replica at the moment of the decision."""
+
+    replica: str
+    matched_tokens: int = 0  # whole blocks held there, sure to come ones (pending) included
+    pending_tokens: int = 0  # the part of matched_tokens that the replica has not reported yet
+    waiting_tokens: float = 0.0  # charged to requests there without a first token
+    waiting_requests: int = 0  # L
+    in_flight: int = 0
+    since_progress_s: float = 0.0  # since its last first token, or since it became busy
+    speed: float = 1.0  # prompt tokens per second
+    free_tokens: int = 1 << 60  # room in its cache that displaces nothing
+    lru_age_s: float = 0.0  # idle time of its next victim; 0: it has free blocks
+
+
+@dataclass(slots=True)
+class Cost:
+    """A candidate's cost in seconds, by term."""
+
+    replica: str
+    matched_tokens: int
+    pending_tokens: int
+    wait_s: float
+    miss_s: float
+    displaced_s: float
+    total_s: float
+
+
+@dataclass(slots=True)
+class Decision:
+    """The choice and why. ``costs`` is empty for policies that do not reckon in seconds."""
+
+    chosen: Candidate
+    policy: str
+    costs: list[Cost]
+    best_matched_tokens: int  # of the eligible replica that holds most
+
+    @property
+    def regret_tokens(self) -> int:
+        """Tokens the best holder held more than the chosen one."""
+        return self.best_matched_tokens - self.chosen.matched_tokens
+
+
+@dataclass(slots=True)
+class Ask:
+    """What a policy may know of the request."""
+
+    num_tokens: int
+    affinity: str = ""  # session, or the front of the prompt: equal values like one replica
+    has_session: bool = False
+    turn: int = 0  # decisions taken before this one
+
+
+def choose(policy: str, ask: Ask, candidates: Sequence[Candidate], rng: random.Random) -> Decision:
+    """The decision of the named policy. ``candidates`` is not empty; ``rng`` breaks ties."""
+    decision = POLICIES[policy](ask, candidates, rng)
+    decision.policy = policy
+    return decision
+
+
+def marginal_costs(num_tokens: int, candidates: Sequence[Candidate]) -> list[Cost]:
+    """What each candidate would cost, in their order."""
+    ages = [c.lru_age_s for c in candidates if c.lru_age_s > 0]
+    mean_age = sum(ages) / len(ages) if ages else 0.0
+    costs = []
+    for c in candidates:
+        missing = num_tokens - c.matched_tokens
+        miss_s = missing / c.speed
+        wait_s = c.waiting_tokens / c.speed - c.since_progress_s if c.waiting_tokens else 0.0
+        if wait_s < 0.0:
+            wait_s = 0.0
+        displaced_s = 0.0
+        if missing > c.free_tokens:
+            ratio = mean_age / c.lru_age_s if c.lru_age_s > 0 else 1.0
+            displaced_s = (missing - c.free_tokens) / c.speed * min(_MAX_AGE_RATIO, ratio)
+        total_s = wait_s + (1 + c.waiting_requests) * miss_s + DISPLACEMENT_WEIGHT * displaced_s
+        costs.append(Cost(c.replica, c.matched_tokens, c.pending_tokens, wait_s, miss_s, displaced_s, total_s))
+    return costs
+
+
+def _warmfront(ask: Ask, candidates: Sequence[Candidate], rng: random.Random) -> Decision:
+    costs = marginal_costs(ask.num_tokens, candidates)
+    return _decide(candidates, [cost.total_s for cost in costs], rng, costs)
+
+
+def _predicted_ttft(ask: Ask, candidates: Sequence[Candidate], rng: random.Random) -> Decision:
+    costs = marginal_costs(ask.num_tokens, candidates)
+    return _decide(candidates, [cost.wait_s + cost.miss_s for cost in costs], rng, costs)
+
+
+def _longest_prefix(ask: Ask, candidates: Sequence[Candidate], rng: random.Random) -> Decision:
+    return _decide(candidates, [-float(c.matched_tokens) for c in candidates], rng)
+
+
+def _least_load(ask: Ask, candidates: Sequence[Candidate], rng: random.Random) -> Decision:
+    return _decide(candidates, [c.waiting_tokens / c.speed for c in candidates], rng)
+
+
+def _random(ask: Ask, candidates: Sequence[Candidate], rng: random.Random) -> Decision:
+    return _take(candidates, rng.choice(candidates))
+
+
+def _round_robin(ask: Ask, candidates: Sequence[Candidate], rng: random.Random) -> Decision:
+    by_name = sorted(candidates, key=lambda c: c.replica)
+    return _take(candidates, by_name[ask.turn % len(by_name)])
+
+
+def _consistent_hash(ask: Ask, candidates: Sequence[Candidate], rng: random.Random) -> Decision:
+    """Rendezvous hashing of the front; a replica at its bound passes the request on to the next in its order."""
+    if not ask.affinity:
+        return _least_load(ask, candidates, rng)
+    total = sum(c.in_flight for c in candidates) + 1
+    bound = max(_LOAD_FLOOR, -(-int(total * _LOAD_BOUND * 100) // (100 * len(candidates))))
+    ranked = _rendezvous(ask.affinity, candidates)
+    return _take(candidates, next((c for c in ranked if c.in_flight < bound), None) or _fewest_in_flight(ranked))
+
+
+def _session(ask: Ask, candidates: Sequence[Candidate], rng: random.Random) -> Decision:
+    if not ask.has_session:
+        return _least_load(ask, candidates, rng)
+    return _take(candidates, _rendezvous(ask.affinity, candidates)[0])
+
+
+Policy = Callable[[Ask, Sequence[Candidate], random.Random], Decision]
+
+POLICIES: dict[str, Policy] = {
+    "warmfront": _warmfront,
+    "longest_prefix": _longest_prefix,
+    "predicted_ttft": _predicted_ttft,
+    "least_load": _least_load,
+    "round_robin": _round_robin,
+    "random": _random,
+    "consistent_hash": _consistent_hash,
+    "session": _session,
+}
+
+
+def _decide(
+    candidates: Sequence[Candidate], scores: list[float], rng: random.Random, costs: list[Cost] | None = None
+) -> Decision:
+    """The lowest score; ties go to the fewest in flight, then by lot."""
+    best = min(scores)
+    tied = [c for c, score in zip(candidates, scores, strict=True) if score == best]
+    if len(tied) > 1:
+        fewest = min(c.in_flight for c in tied)
+        tied = [c for c in tied if c.in_flight == fewest]
+    return _take(candidates, tied[0] if len(tied) == 1 else rng.choice(tied), costs)
+
+
+def _take(candidates: Sequence[Candidate], chosen: Candidate, costs: list[Cost] | None = None) -> Decision:
+    return Decision(chosen, "", costs or [], max(c.matched_tokens for c in candidates))
+
+
+def _fewest_in_flight(candidates: Sequence[Candidate]) -> Candidate:
+    return min(candidates, key=lambda c: c.in_flight)
+
+
+def _rendezvous(affinity: str, candidates: Sequence[Candidate]) -> list[Candidate]:
+    """Candidates by a hash of the affinity and each name: one that joins or leaves moves only its own share."""
+
+    def weight(candidate: Candidate) -> bytes:
+        return hashlib.blake2b(f"{affinity}\0{candidate.replica}".encode(), digest_size=8).digest()
+
+    return sorted(candidates, key=weight)

@@ -1,0 +1,201 @@
+"""Who is in the fleet: reads the replicas' leases in Redis and judges them.
+
+The judgement (``Membership``) is plain data with the clock passed in. A replica is gone when no new heartbeat was seen
+for a lease *while Redis answered*: with Redis away that clock stands still, so that nobody dies of Redis' absence.
+Whoever differs from the fleet's contract is listed and refused, with the fields that differ.
+"""
+
+import logging
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+import redis.asyncio as redis_asyncio
+from redis.exceptions import RedisError
+from warmfront_pb.v1 import common_pb2
+
+log = logging.getLogger(__name__)
+
+PROTOCOL_VERSION = 1
+SUPPORTED_PROTOCOLS = (1,)  # ours and the one before: a rolling update mixes them
+
+READY = common_pb2.READY
+_COMPARED_FIELDS = [field.name for field in common_pb2.Contract.DESCRIPTOR.fields]
+_REDIS_TIMEOUT_S = 2.0
+
+
+class FleetKeys:
+    """The names of a fleet's keys. The braces put them all into one slot of a Redis cluster."""
+
+    def __init__(self, fleet: str) -> None:
+        self._prefix = f"wf:{{{fleet}}}:"
+        self.contract = f"{self._prefix}contract"
+        self.replicas = f"{self._prefix}replicas"
+
+    def replica(self, replica: str) -> str:
+        """Its lease."""
+        return f"{self._prefix}replica:{replica}"
+
+    def events(self, replica: str, generation: str) -> str:
+        """Its stream of event batches."""
+        return f"{self._prefix}events:{replica}:{generation}"
+
+    def snapshot(self, replica: str, generation: str) -> str:
+        """Its resident blocks, with the sequence number they stand at."""
+        return f"{self._prefix}snapshot:{replica}:{generation}"
+
+
+def connect_redis(url: str) -> "redis_asyncio.Redis":
+    """A client that neither waits long nor retries by itself: its callers go on without Redis."""
+    return redis_asyncio.from_url(
+        url,
+        protocol=2,
+        socket_timeout=_REDIS_TIMEOUT_S,
+        socket_connect_timeout=_REDIS_TIMEOUT_S,
+        socket_keepalive=True,
+        health_check_interval=0,
+        retry=None,
+    )
+
+
+@dataclass(slots=True)
+class Replica:
+    """A replica as this router sees it. One object per generation."""
+
+    lease: common_pb2.ReplicaLease
+    seen_s: float  # on the membership's clock
+    fault: str = ""  # why this router refuses it
+
+    @property
+    def id(self) -> str:
+        """The replica's stable name."""
+        return self.lease.replica
+
+    @property
+    def generation(self) -> str:
+        """Its boot."""
+        return self.lease.generation
+
+    @property
+    def is_ready(self) -> bool:
+        """Takes user traffic."""
+        return self.lease.state == READY and not self.fault
+
+
+@dataclass(slots=True)
+class Changes:
+    """What an observation changed: generations that left, then generations that came."""
+
+    left: list[Replica] = field(default_factory=list)
+    joined: list[Replica] = field(default_factory=list)
+
+
+class Membership:
+    """The fleet by its leases. ``lease_s`` holds for replicas whose lease does not state its own."""
+
+    def __init__(self, fleet: str, lease_s: float) -> None:
+        self.replicas: dict[str, Replica] = {}
+        self.contract: common_pb2.Contract | None = None
+        self.contract_fault = ""  # why this router cannot serve that contract at all
+        self._fleet = fleet
+        self._lease_s = lease_s
+        self._online_s = 0.0  # stands still while Redis is away
+        self._observed_s: float | None = None
+
+    def lease_age_s(self, replica: Replica) -> float:
+        """Seconds, with Redis answering, since its last new heartbeat."""
+        return self._online_s - replica.seen_s
+
+    def redis_is_away(self) -> None:
+        """Redis did not answer: time stops for the leases until it does."""
+        self._observed_s = None
+
+    def observe(self, leases: Iterable[common_pb2.ReplicaLease], now: float) -> Changes:
+        """Redis answered with these leases."""
+        if self._observed_s is not None:
+            # A pause of this process is nobody else's fault: it may not eat a whole lease.
+            self._online_s += min(now - self._observed_s, self._lease_s / 2)
+        self._observed_s = now
+        changes = Changes()
+        for lease in leases:
+            self._take(lease, changes)
+        for replica in list(self.replicas.values()):
+            lease_s = replica.lease.lease_ms / 1000 or self._lease_s
+            if replica.lease.state == common_pb2.GONE or self.lease_age_s(replica) > lease_s:
+                changes.left.append(self.replicas.pop(replica.id))
+            else:
+                fault = self._fault_of(replica.lease)
+                if fault and fault != replica.fault:
+                    log.error("replica refused replica=%s reason=%r", replica.id, fault)
+                replica.fault = fault
+        return changes
+
+    def _take(self, lease: common_pb2.ReplicaLease, changes: Changes) -> None:
+        known = self.replicas.get(lease.replica)
+        if known is None or lease.generation > known.generation:
+            if lease.state == common_pb2.GONE:
+                return
+            if known is not None:
+                changes.left.append(known)
+            replica = self.replicas[lease.replica] = Replica(lease, self._online_s)
+            changes.joined.append(replica)
+        elif lease.generation == known.generation and lease.heartbeat != known.lease.heartbeat:
+            known.lease = lease
+            known.seen_s = self._online_s
+
+    def _fault_of(self, lease: common_pb2.ReplicaLease) -> str:
+        if lease.protocol_version not in SUPPORTED_PROTOCOLS:
+            return f"speaks protocol {lease.protocol_version}, this router {', '.join(map(str, SUPPORTED_PROTOCOLS))}"
+        if self.contract is None:
+            return "the fleet has no contract yet"
+        differing = contract_differences(self.contract, lease.contract)
+        if differing:
+            return f"its contract is not that of fleet {self._fleet!r}: {'; '.join(differing)}"
+        return self.contract_fault
+
+
+def contract_differences(fleet: common_pb2.Contract, replica: common_pb2.Contract) -> list[str]:
+    """The fields in which two contracts differ, in words."""
+    return [
+        f"{name} is {getattr(replica, name)!r}, the fleet has {getattr(fleet, name)!r}"
+        for name in _COMPARED_FIELDS
+        if getattr(replica, name) != getattr(fleet, name)
+    ]
+
+
+class Registry:
+    """Reads the leases. ``online`` says whether Redis answered the last time."""
+
+    def __init__(self, client: "redis_asyncio.Redis", keys: FleetKeys, membership: Membership) -> None:
+        self.membership = membership
+        self.online = False
+        self._client = client
+        self._keys = keys
+
+    async def poll(self, now: float) -> Changes | None:
+        """Look once; None when Redis does not answer. Adopts the fleet's contract when there is one."""
+        try:
+            contract, leases = await self._read()
+        except (RedisError, OSError) as error:
+            if self.online:
+                log.warning("redis is away, routing goes on from memory error=%r", str(error))
+            self.online = False
+            self.membership.redis_is_away()
+            return None
+        if not self.online:
+            log.info("redis answers")
+        self.online = True
+        if contract is not None:
+            # An emptied Redis has none for a moment: what was adopted stays.
+            self.membership.contract = contract
+        return self.membership.observe(leases, now)
+
+    async def _read(self) -> tuple[common_pb2.Contract | None, list[common_pb2.ReplicaLease]]:
+        found: Any = await self._client.zrange(self._keys.replicas, 0, -1)
+        names = [name.decode() for name in found]
+        values: Any = await self._client.mget(self._keys.contract, *map(self._keys.replica, names))
+        contract, *leases = values
+        return (
+            common_pb2.Contract.FromString(contract) if contract is not None else None,
+            [common_pb2.ReplicaLease.FromString(lease) for lease in leases if lease is not None],
+        )

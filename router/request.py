@@ -1,0 +1,167 @@
+"""From what a client asks to what a worker is told: checks every value once and fills in every default.
+
+Both fronts speak ``GenerateRequest``; HTTP bodies become one first. Errors name the field and what to change.
+"""
+
+import random
+from dataclasses import dataclass
+
+import numpy as np
+from warmfront_pb.v1 import inference_pb2, worker_pb2
+
+from router.errors import InvalidRequestError, NotFoundError
+from router.tokenizer import ModelProfile
+
+MAX_CHOICES = 16
+MAX_STOPS = 16
+MAX_STOP_CHARS = 1024
+MAX_LOGPROBS = 20
+MAX_SALT_CHARS = 256
+MAX_RETENTIONS = 4
+RETENTION_TTLS_S = (300, 3600)
+_ROLE_CHARS = 64
+
+# name -> (lowest, highest, whether the lowest itself is allowed)
+_RANGES: dict[str, tuple[float, float, bool]] = {
+    "temperature": (0, 2, True),
+    "top_p": (0, 1, False),
+    "min_p": (0, 1, True),
+    "repetition_penalty": (0, 10, False),
+    "presence_penalty": (-2, 2, True),
+    "frequency_penalty": (-2, 2, True),
+}
+_DEFAULTS: dict[str, float] = {
+    "temperature": 1.0,
+    "top_p": 1.0,
+    "top_k": 0,
+    "min_p": 0.0,
+    "repetition_penalty": 1.0,
+    "presence_penalty": 0.0,
+    "frequency_penalty": 0.0,
+    "n": 1,
+}
+
+
+@dataclass(slots=True, kw_only=True)
+class Work:
+    """A checked request, ready to be placed."""
+
+    request_id: str
+    call: worker_pb2.WorkerGenerateRequest  # complete but for the generation
+    num_tokens: int  # of the prompt
+    arrived_s: float  # on the monotonic clock
+    timeout_s: float  # from there
+    session: str = ""
+
+
+def check(request: inference_pb2.GenerateRequest, model: ModelProfile) -> None:
+    """All that can be checked before the prompt is tokens. Raises ``RouterError``."""
+    if request.model and request.model != model.name:
+        raise NotFoundError(f"model {request.model!r} is not served here: use {model.name!r}", param="model")
+    if request.lora:
+        raise NotFoundError(f"lora: no adapter {request.lora!r} is loaded: leave the field out", param="lora")
+    if request.WhichOneof("prompt") is None:
+        raise _invalid("prompt", "is missing: give text, token_ids or chat")
+    if request.HasField("chat"):
+        _check_chat(request.chat)
+    if len(request.cache_salt) > MAX_SALT_CHARS:
+        raise _invalid("cache_salt", f"has {len(request.cache_salt)} characters: use 1 to {MAX_SALT_CHARS}")
+    if len(request.retention) > MAX_RETENTIONS:
+        raise _invalid("retention", f"has {len(request.retention)} breakpoints: use at most {MAX_RETENTIONS}")
+    for breakpoint_ in request.retention:
+        if breakpoint_.ttl_s not in RETENTION_TTLS_S:
+            raise _invalid("retention", f"has a ttl of {breakpoint_.ttl_s} s: use 300 or 3600")
+        if not breakpoint_.tokens:
+            raise _invalid("retention", "has a breakpoint at 0 tokens: use at least 1")
+    _check_sampling(request.sampling, model)
+
+
+async def prompt_ids(request: inference_pb2.GenerateRequest, model: ModelProfile) -> bytes:
+    """The prompt as packed token ids, checked. Raises ``InvalidRequestError``."""
+    kind = request.WhichOneof("prompt")
+    if kind == "token_ids":
+        packed = request.token_ids
+        if len(packed) % 4:
+            raise _invalid("token_ids", f"has {len(packed)} bytes: pack each id as 4 bytes, little-endian")
+    elif kind == "text":
+        packed = await model.text_ids(request.text)
+    else:
+        packed = await model.chat_ids(request.chat)
+    name = {"token_ids": "token_ids", "text": "prompt", "chat": "messages"}[str(kind)]
+    if not packed:
+        raise _invalid(name, "is empty: give at least one token")
+    num_tokens = len(packed) // 4
+    if num_tokens >= model.max_model_len:
+        raise _invalid(
+            name, f"has {num_tokens} tokens and the context {model.max_model_len}: shorten it to leave room to answer"
+        )
+    if kind == "token_ids":
+        highest = int(np.frombuffer(packed, dtype="<u4").max())
+        if highest >= model.vocab_size:
+            raise _invalid(name, f"has id {highest}: the vocabulary ends at {model.vocab_size - 1}")
+    return packed
+
+
+def complete_sampling(
+    asked: inference_pb2.SamplingParams, model: ModelProfile, num_tokens: int, rng: random.Random
+) -> inference_pb2.SamplingParams:
+    """``asked`` with every default filled in: the model's own first, then ours. Raises ``InvalidRequestError``."""
+    sampling = inference_pb2.SamplingParams()
+    sampling.CopyFrom(model.defaults)
+    sampling.MergeFrom(asked)
+    for name, value in _DEFAULTS.items():
+        if not sampling.HasField(name):
+            setattr(sampling, name, value)
+    room = model.max_model_len - num_tokens
+    if not asked.HasField("max_tokens"):
+        sampling.max_tokens = min(room, model.defaults.max_tokens) if model.defaults.HasField("max_tokens") else room
+    elif asked.max_tokens > room:
+        raise _invalid(
+            "max_tokens",
+            f"is {asked.max_tokens}, but the prompt's {num_tokens} tokens leave {room} of the context's "
+            f"{model.max_model_len}: ask for fewer or shorten the prompt",
+        )
+    if sampling.min_tokens > sampling.max_tokens:
+        raise _invalid("min_tokens", f"is {sampling.min_tokens}, over max_tokens {sampling.max_tokens}: lower it")
+    if not sampling.HasField("seed"):
+        sampling.seed = rng.getrandbits(63)
+    return sampling
+
+
+def _check_chat(chat: inference_pb2.Chat) -> None:
+    if not chat.messages:
+        raise _invalid("messages", "is empty: give at least one message")
+    for index, message in enumerate(chat.messages):
+        if not message.role or len(message.role) > _ROLE_CHARS:
+            raise _invalid(f"messages[{index}].role", "is missing or too long: use system, user or assistant")
+
+
+def _check_sampling(sampling: inference_pb2.SamplingParams, model: ModelProfile) -> None:
+    for name, (low, high, allows_low) in _RANGES.items():
+        if sampling.HasField(name):
+            value = getattr(sampling, name)
+            if not low <= value <= high or (value == low and not allows_low):
+                raise _invalid(name, f"is {value:g}: use {'' if allows_low else 'over '}{low:g} to {high:g}")
+    if sampling.HasField("max_tokens") and not sampling.max_tokens:
+        raise _invalid("max_tokens", "is 0: use at least 1")
+    if sampling.HasField("n") and not 1 <= sampling.n <= MAX_CHOICES:
+        raise _invalid("n", f"is {sampling.n}: use 1 to {MAX_CHOICES}")
+    for name in ("logprobs", "prompt_logprobs"):
+        if getattr(sampling, name) > MAX_LOGPROBS:
+            raise _invalid(name, f"is {getattr(sampling, name)}: use 0 to {MAX_LOGPROBS}")
+    if len(sampling.stop) > MAX_STOPS:
+        raise _invalid("stop", f"has {len(sampling.stop)} strings: use at most {MAX_STOPS}")
+    for stop in sampling.stop:
+        if not 0 < len(stop) <= MAX_STOP_CHARS:
+            raise _invalid("stop", f"has a string of {len(stop)} characters: use 1 to {MAX_STOP_CHARS}")
+    for name, ids in (("stop_token_ids", sampling.stop_token_ids), ("logit_bias", sampling.logit_bias)):
+        for token_id in ids:
+            if token_id >= model.vocab_size:
+                raise _invalid(name, f"has id {token_id}: the vocabulary ends at {model.vocab_size - 1}")
+    for token_id, bias in sampling.logit_bias.items():
+        if not -100 <= bias <= 100:
+            raise _invalid("logit_bias", f"has {bias:g} for token {token_id}: use -100 to 100")
+
+
+def _invalid(param: str, text: str) -> InvalidRequestError:
+    return InvalidRequestError(f"{param} {text}", param=param)

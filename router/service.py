@@ -1,0 +1,169 @@
+"""The gRPC front: Inference and Admin, with the standard health and reflection services.
+
+An answer's messages pass through as the bytes that the replica sent; a router neither parses nor copies them.
+"""
+
+import re
+import secrets
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import aclosing
+from typing import Any
+
+import grpc
+import grpc.aio
+from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection
+from warmfront_pb.v1 import admin_pb2, inference_pb2
+
+from router.admin import Admin
+from router.config import RouterConfig
+from router.dispatch import Dispatcher, Route
+from router.errors import RouterError
+from router.fleet import Fleet
+from router.worker_client import MAX_MESSAGE_BYTES
+
+INFERENCE_SERVICE = "warmfront.v1.Inference"
+ADMIN_SERVICE = "warmfront.v1.Admin"
+_REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}")
+
+Context = grpc.aio.ServicerContext[Any, Any]
+
+
+def request_id_of(given: str | None) -> str:
+    """The client's own id where it has a usable one, else a new one."""
+    return given if given and _REQUEST_ID.fullmatch(given) else secrets.token_hex(12)
+
+
+class GrpcFront:
+    """The public gRPC server."""
+
+    def __init__(self, config: RouterConfig, fleet: Fleet, dispatcher: Dispatcher, admin: Admin) -> None:
+        self._config = config
+        self._fleet = fleet
+        self._dispatcher = dispatcher
+        self._admin = admin
+        self._health = health.aio.HealthServicer()
+        self._server = grpc.aio.server(
+            options=(
+                ("grpc.max_receive_message_length", config.max_body_bytes),
+                ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
+                ("grpc.so_reuseport", int(config.reuse_port)),
+                ("grpc.http2.min_ping_interval_without_data_ms", 5_000),
+            )
+        )
+        self._server.add_generic_rpc_handlers(
+            (
+                grpc.method_handlers_generic_handler(
+                    INFERENCE_SERVICE,
+                    {
+                        "Generate": grpc.unary_stream_rpc_method_handler(
+                            self._generate, request_deserializer=inference_pb2.GenerateRequest.FromString
+                        ),
+                        "ListModels": grpc.unary_unary_rpc_method_handler(
+                            self._list_models,
+                            request_deserializer=inference_pb2.ListModelsRequest.FromString,
+                            response_serializer=inference_pb2.ListModelsResponse.SerializeToString,
+                        ),
+                    },
+                ),
+                grpc.method_handlers_generic_handler(
+                    ADMIN_SERVICE,
+                    {
+                        "ListReplicas": grpc.unary_unary_rpc_method_handler(
+                            self._list_replicas,
+                            request_deserializer=admin_pb2.ListReplicasRequest.FromString,
+                            response_serializer=admin_pb2.ListReplicasResponse.SerializeToString,
+                        ),
+                        "DrainReplica": grpc.unary_unary_rpc_method_handler(
+                            self._drain_replica,
+                            request_deserializer=admin_pb2.DrainReplicaRequest.FromString,
+                            response_serializer=admin_pb2.DrainReplicaResponse.SerializeToString,
+                        ),
+                    },
+                ),
+            )
+        )
+        health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
+        names = (INFERENCE_SERVICE, ADMIN_SERVICE, health.SERVICE_NAME, reflection.SERVICE_NAME)
+        reflection.enable_server_reflection(names, self._server)
+
+    async def start(self) -> int:
+        """Listen; the port. Raises ``OSError`` when the port cannot be had."""
+        address = f"{self._config.listen}:{self._config.grpc_port}"
+        try:
+            port = self._server.add_insecure_port(address)
+        except RuntimeError as error:
+            raise OSError(f"cannot listen on {address} for gRPC: {error}") from error
+        await self.set_ready(False)
+        await self._server.start()
+        return port
+
+    async def set_ready(self, is_ready: bool) -> None:
+        """What the health service answers."""
+        serving, not_serving = health_pb2.HealthCheckResponse.SERVING, health_pb2.HealthCheckResponse.NOT_SERVING
+        for name in ("", INFERENCE_SERVICE):
+            await self._health.set(name, serving if is_ready else not_serving)
+
+    async def stop(self, grace_s: float) -> None:
+        """Take no new calls, let the running ones end within ``grace_s``."""
+        await self._server.stop(grace_s)
+
+    async def _generate(self, request: inference_pb2.GenerateRequest, context: Context) -> AsyncGenerator[bytes, None]:
+        metadata = _text_metadata(context)
+        request_id = request_id_of(metadata.get("x-request-id"))
+        route, work, status = Route(), None, "CANCELLED"
+        try:
+            work = await self._dispatcher.prepare(
+                request,
+                request_id=request_id,
+                timeout_s=context.time_remaining(),
+                session=metadata.get("x-warmfront-session", ""),
+                tenant=metadata.get("x-warmfront-tenant", "") if self._config.trust_tenant_header else "",
+            )
+            async with aclosing(self._dispatcher.generate(work, route)) as messages:
+                async for message in messages:
+                    yield message
+            context.set_trailing_metadata(route.headers(request_id, self._config.policy))
+            status = "OK"
+        except RouterError as error:
+            status = error.status
+            await _abort(context, error, route.headers(request_id, self._config.policy))
+        finally:
+            self._dispatcher.ended(request_id, status, work, route)
+
+    async def _list_models(
+        self, request: inference_pb2.ListModelsRequest, context: Context
+    ) -> inference_pb2.ListModelsResponse:
+        try:
+            model = self._fleet.profile
+        except RouterError as error:
+            await _abort(context, error)
+            raise
+        return inference_pb2.ListModelsResponse(
+            models=[inference_pb2.Model(name=model.name, max_model_len=model.max_model_len)]
+        )
+
+    async def _list_replicas(
+        self, request: admin_pb2.ListReplicasRequest, context: Context
+    ) -> admin_pb2.ListReplicasResponse:
+        return self._admin.replicas()
+
+    async def _drain_replica(
+        self, request: admin_pb2.DrainReplicaRequest, context: Context
+    ) -> admin_pb2.DrainReplicaResponse:
+        try:
+            return admin_pb2.DrainReplicaResponse(running=await self._admin.drain(request.replica, request.deadline_ms))
+        except RouterError as error:
+            await _abort(context, error)
+            raise
+
+
+def _text_metadata(context: Context) -> dict[str, str]:
+    return {key: value for key, value in context.invocation_metadata() or () if isinstance(value, str)}
+
+
+async def _abort(context: Context, error: RouterError, metadata: Sequence[tuple[str, str]] = ()) -> None:
+    trailing = list(metadata)
+    if error.retry_after_s is not None:
+        trailing.append(("retry-after", f"{error.retry_after_s:g}"))
+    await context.abort(grpc.StatusCode[error.status], error.message, tuple(trailing))

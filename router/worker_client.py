@@ -1,0 +1,131 @@
+"""The router's side of the Worker service: one channel per replica generation, messages passed on as bytes."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import grpc
+import grpc.aio
+from warmfront_pb.v1 import worker_pb2
+
+from router.errors import RouterError, error_of_status
+
+_SERVICE = "/warmfront.v1.Worker"
+MAX_MESSAGE_BYTES = 64 << 20  # 128,000 token ids are 0.5 MB
+_OPTIONS: Sequence[tuple[str, Any]] = (
+    ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
+    ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
+    ("grpc.keepalive_time_ms", 30_000),
+    ("grpc.keepalive_timeout_ms", 10_000),
+    ("grpc.max_metadata_size", 64 << 10),
+    ("grpc.enable_retries", 0),  # what is sent again, and where to, is decided by dispatch
+    ("grpc.use_local_subchannel_pool", 1),  # a new generation behind an old address starts afresh
+    ("grpc.initial_reconnect_backoff_ms", 100),
+    ("grpc.max_reconnect_backoff_ms", 2_000),
+)
+
+# The answers of a worker that say nothing against it: another replica would answer the same.
+CLIENT_STATUSES = frozenset({"INVALID_ARGUMENT", "NOT_FOUND", "UNIMPLEMENTED", "OUT_OF_RANGE", "DEADLINE_EXCEEDED"})
+
+
+class WorkerError(Exception):
+    """A call to a replica ended with a status."""
+
+    def __init__(self, status: str, message: str) -> None:
+        super().__init__(message)
+        self.status = status
+        self.message = message
+
+    @property
+    def is_transport(self) -> bool:
+        """Whether it speaks against the replica itself: counted by its breaker."""
+        return self.status in ("UNAVAILABLE", "INTERNAL", "UNKNOWN", "DATA_LOSS", "UNAUTHENTICATED")
+
+    def as_router_error(self) -> RouterError:
+        """What the client is told when nothing more can be tried."""
+        if self.status in ("UNAUTHENTICATED", "PERMISSION_DENIED"):
+            return RouterError("the replica refused this router: do both read the same --worker-token-file?")
+        status = "UNAVAILABLE" if self.status in ("UNKNOWN", "DATA_LOSS", "CANCELLED", "ABORTED") else self.status
+        return error_of_status(status, self.message)
+
+
+class WorkerStream:
+    """One Generate call: read messages until None, then the trailing metadata says how it went."""
+
+    __slots__ = ("_call",)
+
+    def __init__(self, call: "grpc.aio.UnaryStreamCall[bytes, bytes]") -> None:
+        self._call = call
+
+    async def read(self) -> bytes | None:
+        """The next message, None after the last. Raises ``WorkerError``."""
+        try:
+            message: Any = await self._call.read()
+        except grpc.aio.AioRpcError as error:
+            raise _worker_error(error) from None
+        if message is grpc.aio.EOF:
+            code = await self._call.code()
+            if code is not grpc.StatusCode.OK:
+                raise WorkerError(code.name, await self._call.details() or "")
+            return None
+        result: bytes = message
+        return result
+
+    async def trailing_metadata(self) -> dict[str, str | bytes]:
+        """After the last message."""
+        return {str(key): value for key, value in await self._call.trailing_metadata() or ()}
+
+    def cancel(self) -> None:
+        """End it now, at the worker too. Harmless when it has ended."""
+        self._call.cancel()
+
+
+class WorkerClient:
+    """Calls to one replica generation."""
+
+    def __init__(self, address: str, token: str) -> None:
+        self.address = address
+        self._metadata = (("authorization", f"Bearer {token}"),)
+        self._channel = grpc.aio.insecure_channel(address, options=_OPTIONS)
+        self._generate: Any = self._channel.unary_stream(f"{_SERVICE}/Generate")
+        self._get_model = self._channel.unary_unary(
+            f"{_SERVICE}/GetModel",
+            request_serializer=worker_pb2.GetModelRequest.SerializeToString,
+            response_deserializer=worker_pb2.GetModelResponse.FromString,
+        )
+        self._drain = self._channel.unary_unary(
+            f"{_SERVICE}/Drain",
+            request_serializer=worker_pb2.DrainWorkerRequest.SerializeToString,
+            response_deserializer=worker_pb2.DrainWorkerResponse.FromString,
+        )
+
+    def generate(self, request: bytes, timeout_s: float | None) -> WorkerStream:
+        """Start a Generate call with a serialised WorkerGenerateRequest."""
+        return WorkerStream(self._generate(request, timeout=timeout_s, metadata=self._metadata))
+
+    async def get_model(self, timeout_s: float) -> worker_pb2.GetModelResponse:
+        """The model's tokenizer, template and limits. Raises ``WorkerError``."""
+        try:
+            reply: worker_pb2.GetModelResponse = await self._get_model(
+                worker_pb2.GetModelRequest(), timeout=timeout_s, metadata=self._metadata
+            )
+        except grpc.aio.AioRpcError as error:
+            raise _worker_error(error) from None
+        return reply
+
+    async def drain(self, deadline_ms: int, timeout_s: float) -> int:
+        """Tell the replica to drain; how many requests it is still answering. Raises ``WorkerError``."""
+        try:
+            reply: worker_pb2.DrainWorkerResponse = await self._drain(
+                worker_pb2.DrainWorkerRequest(deadline_ms=deadline_ms), timeout=timeout_s, metadata=self._metadata
+            )
+        except grpc.aio.AioRpcError as error:
+            raise _worker_error(error) from None
+        return reply.running
+
+    async def close(self) -> None:
+        """Close the channel; calls that are still running are cancelled."""
+        await self._channel.close()
+
+
+def _worker_error(error: grpc.aio.AioRpcError) -> WorkerError:
+    return WorkerError(error.code().name, error.details() or error.code().name)
