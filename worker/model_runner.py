@@ -132,10 +132,12 @@ class ModelRunner:
         chunked = torch.cat([self._hidden([part]) for part in parts])
         mixed = torch.cat([self._hidden([neighbour, part])[5:] for part in parts])
         warm = self._hidden([_slice("probe", ids[-7:], length - 7, table)])
+        last = range(length - 7, length)
         for name, seen, wanted in (
             ("in chunks", chunked, cold),
             ("beside another prompt", mixed, cold),
             ("on warm blocks", warm, cold[-7:]),
+            ("alone in the head", self._logits(cold, last[-1:]), self._logits(cold, last)[-1:]),
         ):
             if not torch.equal(seen, wanted):
                 rows = int((seen != wanted).any(dim=-1).sum())
@@ -143,6 +145,12 @@ class ModelRunner:
                     f"mode deterministic does not hold here: {rows} of {len(wanted)} rows computed {name} differ from "
                     f"the cold run (torch {torch.__version__}, {torch.get_num_threads()} threads); use --mode fast"
                 )
+
+    @torch.inference_mode()
+    def all_logits(self, batch: StepBatch) -> Tensor:
+        """Scores at every position of the step, float32 ``[tokens, vocab]``; nothing is drawn. For checks."""
+        hidden = self._hidden(batch.slices)
+        return self._logits(hidden, range(len(hidden)))
 
     def _step(self, slices: Sequence[SequenceSlice]) -> list[SliceResult]:
         for one in slices:

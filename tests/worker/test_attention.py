@@ -1,0 +1,57 @@
+"""Every attention backend against the definition: softmax over the keys a row may see."""
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from worker.attention import Span, make_backend
+
+CPU = torch.device("cpu")
+CASES: dict[str, list[tuple[int, int]]] = {  # (rows, keys) of each sequence
+    "one decode row": [(1, 33)],
+    "a whole prompt": [(40, 40)],
+    "a chunk on warm blocks": [(7, 71)],
+    "several tiles": [(600, 650)],
+    "decode rows of all lengths": [(1, 1), (1, 16), (1, 17), (1, 200), (1, 700), (1, 640)],
+    "everything at once": [(1, 5), (1, 300), (20, 20), (3, 90), (1, 64)],
+}
+
+
+def by_definition(queries: Tensor, k: Tensor, v: Tensor, num_keys: int) -> Tensor:
+    """``queries`` [rows, heads, d] are the last rows of a sequence whose ``k``, ``v`` are [keys, kv_heads, d]."""
+    rows, heads, head_dim = queries.shape
+    group = heads // k.shape[1]
+    out = torch.empty_like(queries)
+    for row in range(rows):
+        seen = num_keys - rows + row + 1
+        for head in range(heads):
+            scores = k[:seen, head // group] @ queries[row, head] / math.sqrt(head_dim)
+            out[row, head] = torch.softmax(scores, 0) @ v[:seen, head // group]
+    return out.flatten(1)
+
+
+@pytest.mark.parametrize("name", ["sdpa", "tiled"])
+@pytest.mark.parametrize("heads", [(4, 4), (6, 2), (8, 1)])
+@pytest.mark.parametrize("case", CASES)
+def test_backends_follow_the_definition(name: str, heads: tuple[int, int], case: str) -> None:
+    torch.manual_seed(1)
+    num_heads, num_kv_heads = heads
+    head_dim, block_size, num_blocks = 8, 16, 200
+    keys, values = (torch.randn(num_blocks, block_size, num_kv_heads, head_dim) for _ in range(2))
+    shuffled = (torch.randperm(num_blocks - 1) + 1).tolist()
+    spans, first_row = [], 0
+    for num_rows, num_keys in CASES[case]:
+        table = [shuffled.pop() for _ in range(-(-num_keys // block_size))]
+        spans.append(Span(first_row, num_rows, num_keys, table))
+        first_row += num_rows
+    queries = torch.randn(first_row + 3, num_heads, head_dim)  # three rows of padding
+    backend: Any = make_backend(name, deterministic=False, block_size=block_size, device=CPU, dtype=torch.float32)
+    out = backend.attend(queries, keys, values, backend.plan(spans, len(queries)))
+    assert out.shape == (len(queries), num_heads * head_dim)
+    for span in spans:
+        rows = slice(span.first_row, span.first_row + span.num_rows)
+        k, v = (store[span.block_ids].flatten(0, 1)[: span.num_keys] for store in (keys, values))
+        torch.testing.assert_close(out[rows], by_definition(queries[rows], k, v, span.num_keys), atol=1e-5, rtol=0)

@@ -1,0 +1,146 @@
+"""Our decoder against transformers', same weights: small random models of every family, and SmolLM2's text."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from tests.worker.tiny_models import (
+    CPU,
+    golden_texts,
+    greedy_text,
+    logits_of,
+    random_model,
+    runner_of,
+    slice_of,
+    write_folder,
+)
+from worker.batch import StepBatch
+from worker.loading import default_model_path, load_model
+from worker.model_runner import ModelRunner
+
+PROMPT = [(index * index * 7 + 3 * index + 5) % 301 for index in range(75)]
+
+FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("llama", {}),
+    "llama tied": ("llama", {"tie_word_embeddings": True}),
+    "llama without GQA": ("llama", {"num_key_value_heads": 4}),
+    "llama GQA 4": ("llama", {"num_key_value_heads": 1}),
+    "llama GQA 8": ("llama", {"num_attention_heads": 8, "num_key_value_heads": 1}),
+    "llama of odd sizes": (
+        "llama",
+        {
+            "hidden_size": 42,
+            "intermediate_size": 51,
+            "head_dim": 14,
+            "num_attention_heads": 3,
+            "num_key_value_heads": 3,
+        },
+    ),
+    "llama with biases": ("llama", {"attention_bias": True, "mlp_bias": True}),
+    "llama, linear RoPE": ("llama", {"rope_parameters": {"rope_type": "linear", "factor": 4.0, "rope_theta": 10000.0}}),
+    "llama, llama3 RoPE": (
+        "llama",
+        {
+            "rope_parameters": {
+                "rope_type": "llama3",
+                "rope_theta": 5000.0,
+                "factor": 8.0,
+                "low_freq_factor": 1.0,
+                "high_freq_factor": 4.0,
+                "original_max_position_embeddings": 64,
+            }
+        },
+    ),
+    "llama, yarn RoPE": (
+        "llama",
+        {
+            "rope_parameters": {
+                "rope_type": "yarn",
+                "rope_theta": 10000.0,
+                "factor": 8.0,
+                "original_max_position_embeddings": 64,
+            }
+        },
+    ),
+    "mistral": ("mistral", {"sliding_window": None}),
+    "qwen2": ("qwen2", {"use_sliding_window": False}),
+    "qwen3": ("qwen3", {"head_dim": 16, "use_sliding_window": False}),
+    "smollm3": ("smollm3", {"num_hidden_layers": 5, "use_sliding_window": False}),
+}
+
+
+@pytest.mark.parametrize("mode", ["fast", "deterministic"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_logits_equal_those_of_transformers(family: str, mode: Any, tmp_path: Path) -> None:
+    model_type, settings = FAMILIES[family]
+    theirs = random_model(model_type, **settings)
+    ours = runner_of(write_folder(theirs, tmp_path), mode=mode)
+    with torch.inference_mode():
+        wanted = theirs(torch.tensor([PROMPT])).logits[0]
+    assert wanted.std() > 0.1  # else closeness says nothing
+    for cuts in ((), (16, 17, 40), (15, 31, 74)):
+        torch.testing.assert_close(logits_of(ours, PROMPT, cuts), wanted, atol=1e-4, rtol=0)
+
+
+@pytest.mark.parametrize("block_size", [8, 16, 32])
+def test_mixed_prompts_and_scattered_blocks_change_nothing(block_size: int, tmp_path: Path) -> None:
+    theirs = random_model("llama")
+    ours = runner_of(write_folder(theirs, tmp_path), block_size=block_size, num_blocks=64)
+    prompts = [PROMPT[:1], PROMPT[:33], PROMPT[::-1], PROMPT[5:21]]
+    tables = [[7], [30, 3, 12, 40, 5], [50, 20, 51, 21, 52, 22, 53, 23, 54, 24], [1, 60]]
+    with torch.inference_mode():
+        wanted = [theirs(torch.tensor([prompt])).logits[0] for prompt in prompts]
+    # All but the last tokens at first, then one decode row of each.
+    first = [slice_of(prompt[:-1], 0, table) for prompt, table in zip(prompts, tables, strict=True) if len(prompt) > 1]
+    last = [slice_of(prompt[-1:], len(prompt) - 1, table) for prompt, table in zip(prompts, tables, strict=True)]
+    torch.testing.assert_close(
+        ours.all_logits(StepBatch(slices=first)), torch.cat([one[:-1] for one in wanted]), atol=1e-4, rtol=0
+    )
+    torch.testing.assert_close(
+        ours.all_logits(StepBatch(slices=last)), torch.cat([one[-1:] for one in wanted]), atol=1e-4, rtol=0
+    )
+
+
+@pytest.fixture(scope="module")
+def smollm2() -> Iterator[tuple[LlamaForCausalLM, ModelRunner]]:
+    loaded = load_model(default_model_path(), dtype="float32", device=CPU)
+    config = loaded.config
+    theirs = LlamaForCausalLM(
+        LlamaConfig(
+            vocab_size=config.vocab_size,
+            hidden_size=config.hidden_size,
+            intermediate_size=config.intermediate_size,
+            num_hidden_layers=config.num_layers,
+            num_attention_heads=config.num_heads,
+            num_key_value_heads=config.num_kv_heads,
+            max_position_embeddings=config.max_context,
+            rms_norm_eps=config.rms_norm_eps,
+            rope_parameters={"rope_type": "default", "rope_theta": config.rope.theta},
+            tie_word_embeddings=True,
+            bos_token_id=1,
+            eos_token_id=2,
+        )
+    ).eval()
+    missing, unexpected = theirs.load_state_dict(loaded.weights, strict=False)
+    assert (missing, unexpected) == (["lm_head.weight"], [])
+    theirs.tie_weights()
+    yield theirs, ModelRunner(loaded, num_blocks=110, block_size=16)
+
+
+@pytest.mark.parametrize("num_tokens", [5, 16, 17, 64, 200, 511, 900, 1500])
+def test_greedy_text_of_smollm2_equals_that_of_transformers(
+    num_tokens: int, smollm2: tuple[LlamaForCausalLM, ModelRunner]
+) -> None:
+    theirs, ours = smollm2
+    tokens = [token for one in golden_texts() for token in one["token_ids"]]
+    prompt = tokens[num_tokens : 2 * num_tokens]
+    assert len(prompt) == num_tokens
+    ids = torch.tensor([prompt])
+    wanted = theirs.generate(
+        ids, attention_mask=torch.ones_like(ids), max_new_tokens=12, do_sample=False, eos_token_id=None
+    )
+    assert greedy_text(ours, prompt, 12) == wanted[0, num_tokens:].tolist()

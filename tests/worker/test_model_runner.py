@@ -1,0 +1,126 @@
+"""What a step promises: a result per slice, bit-identical rows in deterministic mode, failures that stay alone."""
+
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.worker.tiny_models import CPU, GREEDY, logits_of, random_model, runner_of, slice_of, write_folder
+from worker.batch import SamplingParams, StepBatch
+from worker.loading import load_model
+from worker.model_runner import ModelRunner
+
+PROMPT = [(index * index * 11 + index + 2) % 301 for index in range(700)]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    model = random_model("llama", max_position_embeddings=1024, hidden_size=72, head_dim=24)
+    return write_folder(model, tmp_path_factory.mktemp("llama"))
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_cold_warm_chunked_and_mixed_runs_are_bit_identical_in_deterministic_mode(folder: Path, dtype: str) -> None:
+    runner = runner_of(folder, mode="deterministic", dtype=dtype, num_blocks=128)
+    runner.self_test()
+    cold = logits_of(runner, PROMPT)
+    for cuts in ((512,), (1, 2, 3), (300, 513, 699), (16, 496, 690)):
+        assert torch.equal(logits_of(runner, PROMPT, cuts), cold)
+    table, other = range(1, 60), range(60, 120)
+    warm = runner.all_logits(StepBatch(slices=[slice_of(PROMPT[-3:], 697, table)]))
+    assert torch.equal(warm, cold[-3:])
+    neighbours = [
+        slice_of(PROMPT[:9], 0, other),
+        slice_of(PROMPT[640:641], 640, table),
+        slice_of(PROMPT[:77], 0, [*range(70, 80)]),
+    ]
+    mixed = runner.all_logits(StepBatch(slices=[*neighbours, slice_of(PROMPT[641:], 641, table)]))
+    assert torch.equal(mixed[9], cold[640])
+    assert torch.equal(mixed[9 + 1 + 77 :], cold[641:])
+
+
+def test_blocks_copied_in_a_step_serve_as_if_they_had_been_computed(folder: Path) -> None:
+    runner = runner_of(folder, mode="deterministic", block_size=16)
+    cold = logits_of(runner, PROMPT[:28])  # blocks 1 and 2
+    slices = [slice_of(PROMPT[26:28], 26, [1, 9], copies=[(2, 9, 10)])]
+    results = runner.execute(StepBatch(slices=[slice_of(PROMPT[26:28], 26, [1, 9], GREEDY, copies=[(2, 9, 10)])]))
+    assert results[0].token_id == int(cold[-1].argmax())
+    assert torch.equal(runner.all_logits(StepBatch(slices=slices)), cold[26:])
+
+
+def test_a_chunk_that_draws_nothing_has_an_empty_result(folder: Path) -> None:
+    runner = runner_of(folder)
+    results = runner.execute(
+        StepBatch(slices=[slice_of(PROMPT[:5], 0, [1]), slice_of(PROMPT[:7], 0, [2], GREEDY), slice_of([3], 0, [3])])
+    )
+    assert [result.token_id is None for result in results] == [True, False, True]
+    assert runner.execute(StepBatch(slices=[])) == []
+
+
+def test_a_request_with_scores_that_are_no_numbers_fails_alone_and_leaves_nothing_behind(folder: Path) -> None:
+    loaded = load_model(folder, dtype="float32", device=CPU)
+    loaded.weights["model.embed_tokens.weight"][13] = float("nan")
+    runner = ModelRunner(loaded, num_blocks=16, block_size=16)
+    sound, broken = slice_of(PROMPT[:3], 0, [1], GREEDY), slice_of([5, 13, 7], 0, [2], GREEDY)
+    alone = runner.execute(StepBatch(slices=[sound]))[0]
+    results = runner.execute(StepBatch(slices=[broken, sound]))
+    assert results[1] == alone
+    assert results[0].token_id is None
+    assert "not finite" in (results[0].error or "")
+    assert torch.isfinite(runner.kv.data).all()
+
+
+def test_a_request_the_kernels_refuse_fails_alone(folder: Path) -> None:
+    runner = runner_of(folder)
+    sound, broken = slice_of(PROMPT[:3], 0, [1], GREEDY), slice_of([5, 999_999], 0, [2], GREEDY)
+    alone = runner.execute(StepBatch(slices=[sound]))[0]
+    failed, kept = runner.execute(StepBatch(slices=[broken, sound]))
+    assert kept == alone
+    assert failed.error is not None
+
+
+def test_prompt_logprobs_are_the_same_whole_and_in_chunks(folder: Path) -> None:
+    runner = runner_of(folder, mode="deterministic")
+    prompt = PROMPT[:40]
+    wanted = torch.log_softmax(logits_of(runner, prompt), dim=-1)
+
+    def logprobs(bounds: list[int]) -> list[Any]:
+        found: list[Any] = []
+        for start, stop in pairwise(bounds):
+            sampling = GREEDY if stop == len(prompt) else None
+            one = slice_of(
+                prompt[start:stop], start, range(1, 9), sampling, prompt_token_ids=prompt, num_prompt_logprobs=2
+            )
+            found += runner.execute(StepBatch(slices=[one]))[0].prompt_logprobs
+        return found
+
+    whole = logprobs([0, 40])
+    assert [one.token_id for one in whole] == prompt[1:]
+    assert whole[6].logprob == pytest.approx(float(wanted[6, prompt[7]]), abs=1e-6)
+    assert whole[6].top[0][1] == pytest.approx(float(wanted[6].max()), abs=1e-6)
+    assert len(whole[6].top) == 2
+    assert logprobs([0, 7, 33, 40]) == whole
+
+
+def test_a_seeded_draw_depends_on_neither_batch_nor_chunks(folder: Path) -> None:
+    runner = runner_of(folder, mode="deterministic")
+    sampling = SamplingParams(temperature=1.3, top_p=0.9, seed=7)
+    alone = runner.execute(StepBatch(slices=[slice_of(PROMPT[:30], 0, [1, 2], sampling)]))[0]
+    others = [slice_of(PROMPT[: 3 + n], 0, [10 + n], SamplingParams(seed=n)) for n in range(5)]
+    runner.execute(StepBatch(slices=[slice_of(PROMPT[:20], 0, [3, 4])]))
+    mixed = runner.execute(StepBatch(slices=[*others, slice_of(PROMPT[20:30], 20, [3, 4], sampling)]))[-1]
+    assert mixed == alone
+
+
+def test_deterministic_mode_refuses_a_backend_whose_shapes_are_not_fixed(folder: Path) -> None:
+    with pytest.raises(ValueError, match="sdpa"):
+        runner_of(folder, mode="deterministic", attention="tiled")
+    with pytest.raises(ValueError, match="there are: auto"):
+        runner_of(folder, attention="flash")
+
+
+def test_kv_bytes_per_token_follow_the_shape(folder: Path) -> None:
+    runner = runner_of(folder, dtype="bfloat16")
+    assert runner.kv_bytes_per_token == 2 * 3 * 2 * 24 * 2 == runner.config.kv_bytes_per_token(2)
