@@ -54,7 +54,7 @@ def cli() -> None:
 def main(arguments: list[str] | None = None) -> Any:
     """Runs a command and ends the process: 0 done, 1 it failed, 2 wrong use or environment, 3 a deadline passed."""
     try:
-        sys.exit(cli.main(arguments, prog_name="warmfront", standalone_mode=False))
+        sys.exit(cli.main(arguments, prog_name="warmfront", standalone_mode=False) or 0)
     except click.exceptions.NoArgsIsHelpError as error:
         click.echo(error.ctx.get_help() if error.ctx else "", err=True)
         sys.exit(2)

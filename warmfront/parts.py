@@ -15,30 +15,30 @@ from worker.config import WorkerConfig
 
 @click.command()
 @with_options("router")
-def router(**params: Any) -> None:
+def router(**params: Any) -> int:
     """Run one router in the foreground until SIGTERM, which lets running streams end."""
     _need_redis(params)
     config = fill(RouterConfig, params)
     from router.main import run_router
 
-    run_router(config, lambda address: None)
+    return run_router(config)
 
 
 @click.command()
 @with_options("worker")
 @click.option("--plan", is_flag=True, help="Print what fits into the memory, and end.")
-def worker(*, plan: bool, **params: Any) -> None:
+def worker(*, plan: bool, **params: Any) -> int:
     """Run one worker in the foreground until SIGTERM, which drains it."""
     if plan:
-        from worker.plan import print_plan
+        from worker.plan import describe_plan
 
-        print_plan(fill(WorkerConfig, params, redis_url="redis://unused", replica_id="plan"))
-        return
+        click.echo(describe_plan(fill(WorkerConfig, params, redis_url="redis://unused", replica_id="plan")))
+        return 0
     _need_redis(params)
     config = fill(WorkerConfig, {"replica_id": socket.gethostname(), **_given(params)})
     from worker.main import run_worker
 
-    run_worker(config, lambda address: None)
+    return run_worker(config)
 
 
 @click.group()

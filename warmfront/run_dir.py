@@ -137,16 +137,25 @@ def all_run_dirs() -> list[RunDir]:
 
 
 def marked_processes(path: Path) -> list[Process]:
-    """Processes of this user whose environment carries ``WARMFRONT_RUN_DIR=path``."""
-    mark = f"{RUN_DIR_ENV}={path}".encode()
+    """Processes of this user whose environment carries ``WARMFRONT_RUN_DIR=path``, and Ray's that work in it."""
     found = []
     for entry in Path("/proc").iterdir():
         if not entry.name.isdigit():
             continue
         with contextlib.suppress(OSError, ProcessLookupError):
-            if entry.stat().st_uid == os.getuid() and mark in (entry / "environ").read_bytes().split(b"\0"):
+            if entry.stat().st_uid == os.getuid() and _belongs(entry, path):
                 found.append(Process.of("child", int(entry.name)))
     return found
+
+
+def _belongs(process: Path, run_dir: Path) -> bool:
+    if f"{RUN_DIR_ENV}={run_dir}".encode() in (process / "environ").read_bytes().split(b"\0"):
+        return True
+    if not (process / "cmdline").read_bytes().startswith(b"ray::"):
+        return False
+    # Some of Ray's processes write their title over their environment; what they hold open still tells.
+    session = f"{run_dir}/ray/"
+    return any(str(descriptor.readlink()).startswith(session) for descriptor in (process / "fd").iterdir())
 
 
 def wait_gone(processes: Iterable[Process], timeout_s: float) -> bool:

@@ -85,7 +85,7 @@ class EmbeddedValkey:
         write_private(
             config,
             f"bind 127.0.0.1\nport {self.port}\nrequirepass {self._password}\ndir {self._home}\n"
-            'save ""\nappendonly no\ndaemonize no\n',
+            'save ""\nappendonly no\ndaemonize no\nset-proc-title no\n',
         )
         with self._log.open("ab") as log:
             self._process = subprocess.Popen(
@@ -113,7 +113,9 @@ class EmbeddedValkey:
 def check_redis(url: str) -> None:
     """Raises ``WrongUse`` with one line when nothing usable answers at ``url``."""
     if url.startswith(("redis+sentinel:", "redis+cluster:")):
-        raise WrongUse(f"{mask_url(url)}: Sentinel and Cluster URLs are not supported yet; use redis:// or rediss://")
+        raise WrongUse(
+            f"--redis {mask_url(url)}: Sentinel and Cluster are not supported yet; use redis:// or rediss://"
+        )
     try:
         with redis.Redis.from_url(url, socket_connect_timeout=3, socket_timeout=3) as client:
             client.ping()

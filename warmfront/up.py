@@ -251,9 +251,11 @@ class _Cluster:
     async def _look(self) -> bool:
         """Asks a router for the replicas; False when none answers."""
         try:
-            self._replicas = (await asyncio.to_thread(self._client.get, "/v1/replicas"))["replicas"]
+            replicas = (await asyncio.to_thread(self._client.get, "/v1/replicas"))["replicas"]
         except Failure:
             return False
+        order = {name: number for number, name in enumerate(self._names())}  # that of the process ids
+        self._replicas = sorted(replicas, key=lambda replica: order.get(replica["id"], len(order)))
         return True
 
     async def _pause(self, seconds: float) -> None:

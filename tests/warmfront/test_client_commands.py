@@ -1,0 +1,150 @@
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.fakes.http_router import FakeRouter
+from tests.warmfront.conftest import Cli
+from warmfront.client import Answer, Client
+from warmfront.compare import COLUMNS, Row, read_prompts, verdict
+from warmfront.errors import WrongUse
+from warmfront.store import free_port
+
+
+def test_generate_prints_the_text_and_nothing_else(cli: Cli, router: FakeRouter, tmp_path: Path) -> None:
+    prompt = tmp_path / "prompt"
+    prompt.write_text("one two three")
+    result = cli("generate", "--url", router.url, "--prompt-file", str(prompt), "--max-tokens", "2")
+    assert (result.exit_code, result.out, result.err) == (0, "TWO THREE \n", "")
+    assert router.bodies[0]["temperature"] == 0
+
+
+def test_generate_json_says_what_the_answer_cost(cli: Cli, router: FakeRouter) -> None:
+    arguments = ("generate", "--url", router.url, "--prompt-file", "-", "--max-tokens", "2", "--json", "--seed", "7")
+    prompt = "a b c d e f"
+    cold, warm = (json.loads(cli(*arguments, stdin=prompt).out) for _ in range(2))
+    assert (cold["prompt_tokens"], cold["cached_tokens"], warm["cached_tokens"]) == (6, 0, 4)
+    assert (warm["text"], warm["replica"], warm["finish_reason"], warm["matched_tokens"]) == ("E F ", "w0", "length", 4)
+    assert router.bodies[0]["seed"] == 7
+
+
+def test_generate_needs_a_prompt(cli: Cli, router: FakeRouter) -> None:
+    result = cli("generate", "--url", router.url, "--prompt-file", "-", "--max-tokens", "2")
+    assert (result.exit_code, result.err) == (2, "warmfront: --prompt-file is empty\n")
+
+
+def test_an_error_of_the_router_is_one_line_and_its_exit_code_says_whose_fault(cli: Cli, router: FakeRouter) -> None:
+    arguments = ("generate", "--url", router.url, "--prompt-file", "-")
+    refused = cli(*arguments, "--max-tokens", "1001", stdin="hello")
+    assert (refused.exit_code, "400: max_tokens 1001" in refused.err, refused.err.count("\n")) == (2, True, 1)
+    router.break_after = 1
+    broken = cli(*arguments, "--max-tokens", "3", stdin="one two three")
+    assert (broken.exit_code, "broke off: replica w0 is gone" in broken.err) == (1, True)
+
+
+@pytest.mark.parametrize("command", [("status",), ("chat",), ("compare",), ("drain", "w0"), ("generate",)])
+def test_without_a_cluster_the_error_says_how_to_start_one(cli: Cli, command: tuple[str, ...]) -> None:
+    more = ("--prompt-file", "-", "--max-tokens", "1") if command == ("generate",) else ()
+    more += ("--model", "/none") if command == ("compare",) else ()
+    result = cli(*command, "--url", f"http://127.0.0.1:{free_port()}", *more, stdin="x")
+    assert (result.exit_code, "warmfront up" in result.err, result.err.count("\n")) == (2, True, 1), result.err
+
+
+def test_chat_keeps_the_conversation_and_shows_what_each_answer_cost(cli: Cli, router: FakeRouter) -> None:
+    result = cli(
+        "chat", "--url", router.url, "--system", "be brief", stdin="hello there\nand now\n/new\nagain\n/exit\n"
+    )
+    assert result.exit_code == 0
+    sizes = [len(body["messages"]) for body in router.bodies]
+    assert sizes == [2, 4, 2]  # system + user; + answer + user; after /new as at first
+    assert "HELLO THERE" in result.out
+    assert "w0 · 0 / 4 prompt tokens cached · TTFT" in result.out
+    assert router.bodies[1]["messages"][2]["role"] == "assistant"
+
+
+def test_chat_goes_on_after_a_failed_answer(cli: Cli, router: FakeRouter) -> None:
+    router.break_after = 0
+    result = cli("chat", "--url", router.url, stdin="hello\nworld\n")
+    assert (result.exit_code, result.err.count("broke off")) == (0, 2)
+    assert [len(body["messages"]) for body in router.bodies] == [1, 1]
+
+
+def test_status_json_is_the_router_s_object(cli: Cli, router: FakeRouter) -> None:
+    shown = json.loads(cli("status", "--url", router.url, "--json").out)
+    assert shown == {"fleet": "default", "replicas": router.replicas}
+
+
+def test_status_shows_blocks_hit_rate_and_its_verdict(cli: Cli, router: FakeRouter) -> None:
+    shown = cli("status", "--url", router.url).out
+    line = next(line for line in shown.splitlines() if line.startswith("w0"))
+    assert line.split() == ["w0", "READY", "12", "900", "4,096", "22.5", "91%", "88%", "0", "tok", "1"]
+    assert "w1: prompts differ" in shown
+
+
+def test_drain_waits_until_the_replica_is_gone(cli: Cli, router: FakeRouter) -> None:
+    result = cli("drain", "w0", "--url", router.url)
+    assert (result.exit_code, router.drained) == (0, ["w0"])
+    assert result.out == "w0: draining, 1 requests are running\nw0: drained\n"
+
+
+def test_drain_that_takes_too_long_ends_with_3(cli: Cli, router: FakeRouter) -> None:
+    router.drains = False
+    result = cli("drain", "w1", "--url", router.url, "--deadline", "10ms")
+    assert (result.exit_code, "still has 1 requests" in result.err) == (3, True)
+    assert cli("drain", "w1", "--url", router.url, "--no-wait").exit_code == 0
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("one\ntwo\n", ["one", "two"]),
+        ("one\nmore of one\n\ntwo\n", ["one\nmore of one", "two"]),
+        ('"one"\n{"prompt": "two"}\n', ["one", "two"]),
+    ],
+)
+def test_compare_reads_lines_blocks_and_json_lines(tmp_path: Path, text: str, expected: list[str]) -> None:
+    file = tmp_path / "prompts"
+    file.write_text(text)
+    assert [body["prompt"] for body in read_prompts(file)] == expected
+
+
+def test_compare_names_the_line_that_is_wrong(tmp_path: Path) -> None:
+    file = tmp_path / "prompts"
+    for text, words in (('"one"\n{"promt": 1}\n', "line 2"), ("  \n", "no prompt")):
+        file.write_text(text)
+        with pytest.raises(WrongUse, match=words):
+            read_prompts(file)
+
+
+def test_compare_has_a_sample_of_its_own() -> None:
+    bodies = read_prompts(None)
+    assert len(bodies) == 4
+    assert len({body["messages"][0]["content"] for body in bodies}) == 1  # one document
+    assert len({body["messages"][1]["content"] for body in bodies}) == 4  # four questions
+
+
+def test_the_verdict_of_compare_adds_up() -> None:
+    def answer(cached: int, ttft_s: float, text: str = "same") -> Answer:
+        return Answer(prompt_tokens=100, cached_tokens=cached, ttft_s=ttft_s, text=text)
+
+    equal = Row("p", dict(zip(COLUMNS, (answer(0, 1.0), answer(96, 0.1), answer(0, 1.1)), strict=True)))
+    differs = Row("q", dict(zip(COLUMNS, (answer(0, 1.0), answer(96, 0.1), answer(0, 1.1, "other")), strict=True)))
+    assert verdict([equal]).startswith(
+        "Warm computed 4 of 100 prompt tokens (4.0%) and took 0.10 of the cold TTFT; 1 of 1"
+    )
+    assert "1 of 2 texts are equal" in verdict([equal, differs])
+    assert "deterministic" in verdict([equal, differs])
+
+
+def test_compare_needs_to_know_the_model_of_a_cluster_that_runs_elsewhere(cli: Cli, router: FakeRouter) -> None:
+    result = cli("compare", "--url", router.url)
+    assert (result.exit_code, "--model" in result.err) == (2, True)
+
+
+def test_an_address_that_is_none_is_refused() -> None:
+    for url in ("ftp://x", "http://"):
+        with pytest.raises(WrongUse, match="no HTTP address"):
+            Client(url)
+    assert Client("127.0.0.1:8000").url == "http://127.0.0.1:8000"

@@ -1,0 +1,179 @@
+from __future__ import annotations
+
+import dataclasses
+import subprocess
+import sys
+from pathlib import Path
+
+import click
+import pytest
+
+from router.config import RouterConfig
+from tests.warmfront.conftest import Cli
+from warmfront.errors import WrongUse
+from warmfront.options import (
+    CONFIGS,
+    FLAGS,
+    Duration,
+    default_of,
+    fill,
+    flags_of,
+    format_duration,
+    mask_url,
+)
+from worker.config import WorkerConfig
+
+REDIS = ("--redis", "redis://127.0.0.1:1/0")
+
+
+def row(shown: str, flag: str) -> list[str]:
+    return next(line.split(maxsplit=2) for line in shown.splitlines() if line.split()[0] == flag)
+
+
+def test_a_default_is_the_dataclass_s(cli: Cli) -> None:
+    assert row(cli("config", "show", "worker").out, "--block-size") == ["--block-size", "16", "default"]
+    assert WorkerConfig.__dataclass_fields__["block_size"].default == 16
+
+
+def test_the_command_line_beats_the_environment_beats_the_file_beats_the_default(
+    cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "warmfront.yaml"
+    file.write_text("kv-blocks: 30\nblock-size: 32\nlease: 9s\n")
+    monkeypatch.setenv("WARMFRONT_KV_BLOCKS", "20")
+    monkeypatch.setenv("WARMFRONT_BLOCK_SIZE", "64")
+    shown = cli("config", "show", "worker", "--config", str(file), "--block-size", "128").out
+    assert row(shown, "--block-size") == ["--block-size", "128", "command line"]
+    assert row(shown, "--kv-blocks") == ["--kv-blocks", "20", "environment WARMFRONT_KV_BLOCKS"]
+    assert row(shown, "--lease") == ["--lease", "9s", f"file {file}"]
+    assert row(shown, "--heartbeat") == ["--heartbeat", "1s", "default"]
+
+
+def test_one_file_serves_up_router_and_worker(cli: Cli, tmp_path: Path) -> None:
+    file = tmp_path / "warmfront.yaml"
+    file.write_text("replicas: 3\nkv-blocks: 30\npolicy: random\nno-such: 1\n")
+    wrong = cli("config", "show", "up", "--config", str(file))
+    assert (wrong.exit_code, "no such flag: no-such" in wrong.err) == (2, True)
+    file.write_text("replicas: 3\nkv-blocks: 30\npolicy: random\nenable-prefix-caching: false\n")
+    for command, flag in (("up", "--replicas"), ("worker", "--kv-blocks"), ("router", "--policy")):
+        assert row(cli("config", "show", command, "--config", str(file)).out, flag)[2] == f"file {file}"
+    assert row(cli("config", "show", "worker", "--config", str(file)).out, "--enable-prefix-caching")[1] == "false"
+
+
+def test_a_switch_is_set_from_the_environment(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WARMFRONT_ENABLE_PREFIX_CACHING", "false")
+    assert row(cli("config", "show", "worker").out, "--enable-prefix-caching")[1] == "false"
+
+
+def test_secrets_are_masked(cli: Cli) -> None:
+    shown = cli("config", "show", "up", "--redis", "redis://me:very-secret@host:6379/0").out
+    assert "very-secret" not in shown
+    assert row(shown, "--redis")[1] == "redis://me:***@host:6379/0"
+    assert mask_url("redis://host:6379/0") == "redis://host:6379/0"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (("--kv-blocks", "many"), "--kv-blocks"),
+        (("--block-size", "7"), "--block-size"),
+        (("--heartbeat", "5"), "write 200ms, 60s, 5m or 1h"),
+        (("--heartbeat", "4s", "--lease", "5s"), "two heartbeats"),
+        (("--mode", "exact"), "deterministic"),
+        (("--no-such-flag",), "--no-such-flag"),
+        (("--prefix-caching-hash-algo", "xxhash"), "WARMFRONT_HASH_SEED"),
+        (("--worker-token-file", "/no/such/file"), "/no/such/file"),
+        (("--config", "/no/such/file"), "/no/such/file"),
+        (("--redis", ""), "--redis"),
+    ],
+)
+def test_a_bad_value_ends_with_2_and_one_line(cli: Cli, arguments: tuple[str, ...], words: str) -> None:
+    result = cli("worker", *REDIS, *arguments)
+    assert (result.exit_code, result.out) == (2, "")
+    assert words in result.err
+    assert result.err.count("\n") == 1
+
+
+def test_a_file_that_is_no_yaml_mapping_is_refused(cli: Cli, tmp_path: Path) -> None:
+    for content, words in (("- a\n- b\n", "expected lines"), ("a: [", "--config"), ("model: {a: 1}\n", "one value")):
+        file = tmp_path / "bad.yaml"
+        file.write_text(content)
+        result = cli("config", "show", "up", "--config", str(file))
+        assert (result.exit_code, words in result.err, result.err.count("\n")) == (2, True, 1), result.err
+
+
+def test_router_and_worker_need_a_redis(cli: Cli) -> None:
+    for command in ("router", "worker"):
+        result = cli(command)
+        assert (result.exit_code, "--redis is missing" in result.err) == (2, True)
+
+
+@pytest.mark.parametrize(("text", "seconds"), [("60s", 60), ("200ms", 0.2), ("5m", 300), ("1h", 3600), ("1.5s", 1.5)])
+def test_durations_read_and_print_back(text: str, seconds: float) -> None:
+    assert Duration().convert(text, None, None) == pytest.approx(seconds)
+    assert Duration().convert(format_duration(seconds), None, None) == pytest.approx(seconds)
+
+
+@pytest.mark.parametrize("text", ["60", "s", "-1s", "1 s", "1d", ""])
+def test_a_duration_without_a_unit_is_refused(text: str) -> None:
+    with pytest.raises(click.BadParameter, match="no duration"):
+        Duration().convert(text, None, None)
+
+
+def test_the_hash_seed_comes_from_a_file_or_the_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    base = {"redis": "redis://h/0", "replica_id": "w0", "prefix_caching_hash_algo": "xxhash"}
+    monkeypatch.setenv("WARMFRONT_HASH_SEED", "from the environment")
+    assert fill(WorkerConfig, base).hash_seed == "from the environment"
+    seed = tmp_path / "seed"
+    seed.write_text("from the file\n")
+    assert fill(WorkerConfig, {**base, "prefix_caching_hash_seed_file": str(seed)}).hash_seed == "from the file"
+    seed.write_text("\n")
+    with pytest.raises(WrongUse, match="is empty"):
+        fill(WorkerConfig, {**base, "prefix_caching_hash_seed_file": str(seed)})
+
+
+def test_every_setting_of_a_part_has_a_flag() -> None:
+    flagged = {name for flag in FLAGS for name in flag.fields}
+    for configs in CONFIGS.values():
+        for config in configs:
+            assert {field.name for field in dataclasses.fields(config)} <= flagged, config
+
+
+def test_every_flag_belongs_to_a_command_and_has_one_default() -> None:
+    used = {flag.name for command in CONFIGS for flag in flags_of(command)}
+    assert used == {flag.name for flag in FLAGS}
+    for flag in set(flags_of("router")) & set(flags_of("worker")):
+        defaults = {default_of(flag, "router"), default_of(flag, "worker")} - {None}
+        assert len(defaults) <= 1, f"--{flag.name} has the defaults {defaults}"
+
+
+def test_settings_become_configurations() -> None:
+    params = {"redis": "redis://h/0", "http_port": 0, "grpc_port": 0, "fleet": "f", "block_size": 32, "lease": 7.0}
+    router = fill(RouterConfig, params)
+    worker = fill(WorkerConfig, params, replica_id="w0")
+    assert (router.fleet, router.block_size, router.lease_s, router.http_port) == ("f", 32, 7.0, 0)
+    assert (worker.fleet, worker.block_size, worker.lease_s, worker.replica_id) == ("f", 32, 7.0, "w0")
+
+
+@pytest.mark.parametrize("module", ["warmfront.__main__", "warmfront.up", "warmfront.compare", "warmfront.parts"])
+def test_importing_the_command_line_imports_neither_torch_nor_ray(module: str) -> None:
+    code = f"import sys, {module}; print([name for name in ('torch', 'ray', 'transformers') if name in sys.modules])"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
+
+
+def test_help_names_every_command_without_importing_one() -> None:
+    code = (
+        "import sys\n"
+        "from warmfront.__main__ import main, COMMANDS\n"
+        "try:\n    main(['--help'])\n"
+        "finally:\n    print([m for m, _, _ in COMMANDS.values() if m in sys.modules], 'numpy' in sys.modules)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    for name in ("up", "chat", "status", "compare", "generate", "drain", "down", "router", "worker", "config"):
+        assert f"\n  {name} " in done.stdout
+    assert done.stdout.strip().endswith("[] False")
+
+
+def test_version(cli: Cli) -> None:
+    assert cli("--version").out == "warmfront 0.1.0\n"

@@ -1,0 +1,89 @@
+from __future__ import annotations
+
+import socket
+from pathlib import Path
+
+import pytest
+
+from tests.warmfront.conftest import Cli
+from warmfront.processes import LONGEST_BACKOFF_S, backoff_s
+from warmfront.run_dir import RUN_DIR_ENV, RunDir, all_run_dirs
+from warmfront.store import EmbeddedValkey, check_redis, free_port
+
+PORTS = ("--http-port", "0", "--grpc-port", "0")
+
+
+@pytest.mark.parametrize("reuse_port", [False, True])
+@pytest.mark.parametrize("flag", ["--http-port", "--grpc-port"])
+def test_a_port_in_use_ends_with_2_even_when_its_owner_would_share_it(cli: Cli, flag: str, reuse_port: bool) -> None:
+    with socket.socket() as owner:
+        owner.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, reuse_port)
+        owner.bind(("127.0.0.1", 0))
+        owner.listen()
+        port = owner.getsockname()[1]
+        result = cli("up", *PORTS, flag, str(port))
+    assert (result.exit_code, result.out) == (2, "")
+    assert result.err == f"warmfront: {flag} {port}: Address already in use on 127.0.0.1; choose another one\n"
+    assert all_run_dirs() == []
+
+
+def test_every_router_s_metrics_port_is_probed(cli: Cli) -> None:
+    with socket.socket() as owner:
+        owner.bind(("127.0.0.1", 0))
+        owner.listen()
+        port = owner.getsockname()[1]
+        result = cli("up", *PORTS, "--routers", "2", "--metrics-port", str(port - 1))
+    assert (result.exit_code, f"--metrics-port {port}" in result.err) == (2, True)
+
+
+def test_a_missing_model_ends_with_2_and_one_line(cli: Cli, tmp_path: Path) -> None:
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "weights.bin").touch()
+    for name, words in (("none", "no such file"), ("folder", "config.json"), ("weights.bin", "neither")):
+        result = cli("up", *PORTS, "--model", str(tmp_path / name))
+        assert (result.exit_code, words in result.err, result.err.count("\n")) == (2, True, 1), result.err
+    assert all_run_dirs() == []
+
+
+def test_a_redis_that_does_not_answer_ends_with_2_and_one_line(cli: Cli) -> None:
+    for url, words in (
+        (f"redis://:secret-word@127.0.0.1:{free_port()}/0", "no Redis answers at redis://:***@127.0.0.1"),
+        ("http://127.0.0.1:1", "--redis"),
+        ("redis+cluster://127.0.0.1:1", "--redis"),
+    ):
+        result = cli("up", *PORTS, "--redis", url)
+        assert (result.exit_code, words in result.err, result.err.count("\n")) == (2, True, 1), result.err
+        assert "secret-word" not in result.err
+    assert all_run_dirs() == []
+
+
+def test_settings_that_contradict_each_other_end_with_2(cli: Cli) -> None:
+    for arguments, words in (
+        (("--lease", "1s", "--heartbeat", "1s"), "--lease"),
+        (("--listen", "0.0.0.0"), "--insecure-listen"),
+        (("--tls-cert", "x"), "not supported"),
+    ):
+        result = cli("up", *PORTS, *arguments)
+        assert (result.exit_code, words in result.err) == (2, True), result.err
+
+
+def test_the_embedded_valkey_is_private_and_ends_with_its_cluster(temp_root: Path) -> None:
+    run_dir = RunDir.create()
+    valkey = EmbeddedValkey(run_dir.path, {RUN_DIR_ENV: str(run_dir.path)})
+    check_redis(valkey.url)
+    arguments = Path(f"/proc/{valkey.pid}/cmdline").read_bytes().decode()
+    password = valkey.url.split("@")[0].rpartition(":")[2]
+    assert password not in arguments
+    with pytest.raises(Exception, match="no Redis answers"):
+        check_redis(f"redis://127.0.0.1:{valkey.port}/0")  # without the password
+    for path in run_dir.path.rglob("*"):
+        assert path.is_dir() or password not in path.read_text() or path.stat().st_mode & 0o077 == 0, path
+    assert valkey.pid in {process.pid for process in run_dir.remove()}
+    assert not run_dir.path.exists()
+    assert not valkey.is_running()
+    assert RunDir.load(run_dir.path) is None
+
+
+def test_restarts_wait_longer_each_time() -> None:
+    assert [backoff_s(failures) for failures in (1, 2, 3, 4)] == [0.5, 1, 2, 4]
+    assert backoff_s(50) == LONGEST_BACKOFF_S
