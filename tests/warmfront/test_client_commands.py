@@ -53,9 +53,8 @@ def test_without_a_cluster_the_error_says_how_to_start_one(cli: Cli, command: tu
 
 
 def test_chat_keeps_the_conversation_and_shows_what_each_answer_cost(cli: Cli, router: FakeRouter) -> None:
-    result = cli(
-        "chat", "--url", router.url, "--system", "be brief", stdin="hello there\nand now\n/new\nagain\n/exit\n"
-    )
+    typed = "hello there\nand now\n/new\nagain\n/exit\n"
+    result = cli("chat", "--url", router.url, "--system", "be brief", stdin=typed)
     assert result.exit_code == 0
     sizes = [len(body["messages"]) for body in router.bodies]
     assert sizes == [2, 4, 2]  # system + user; + answer + user; after /new as at first
