@@ -30,7 +30,7 @@ def replay_operations(lines: Iterable[str]) -> dict[str, Any]:
     except (StopIteration, KeyError, TypeError) as error:
         raise ValueError("the first line is no header") from error
     scheme = HashScheme(header["algo"], header["block_size"], header["seed_for_none_hash"])
-    pool = _Pool(PrefixCache(header["num_blocks"], scheme))
+    pool = _Pool(PrefixCache(header["num_blocks"], scheme, policy="lru"))
     report = _Report()
     if scheme.root.hex() != header["none_hash"]:
         report.mismatch("header", "root", header["none_hash"], scheme.root.hex())
