@@ -26,7 +26,8 @@ from router.errors import DeadlineError, NoReplicaReadyError, OverloadedError, W
 from router.fleet import Fleet, Member
 from router.load import Ticket
 from router.metrics import RouterMetrics
-from router.policy import Ask, Candidate, Decision, choose
+from router.placement import Placement
+from router.policy import Decision
 from router.request import Work, check, complete_sampling, prompt_ids
 from router.worker_client import CLIENT_STATUSES, WorkerError, WorkerStream
 
@@ -34,7 +35,6 @@ log = logging.getLogger(__name__)
 
 _MAX_RETRIES = 2
 _RETRY_JITTER_S = 0.02
-_AFFINITY_BLOCKS = 16  # the front that consistent_hash keeps together
 _RETRY_AFTER_S = 1.0
 
 
@@ -70,7 +70,7 @@ class Dispatcher:
         self._fleet = fleet
         self._metrics = metrics
         self._rng = random.Random()
-        self._turn = 0
+        self._placement = Placement(fleet.index, fleet.loads, config.policy, self._rng)
 
     async def prepare(
         self,
@@ -187,17 +187,18 @@ class Dispatcher:
         started = time.perf_counter()
         now = time.monotonic()
         members = self._eligible(excluded, now)
-        candidates, depths = self._candidates(work, keys, members, now)
-        affinity = work.session
-        if not affinity and keys:
-            affinity = str(keys[min(len(keys), _AFFINITY_BLOCKS) - 1])
-        ask = Ask(work.num_tokens, affinity, bool(work.session), self._turn)
-        self._turn += 1
-        decision = choose(self._config.policy, ask, candidates, self._rng)
+        scheme = self._fleet.scheme
+        placed = self._placement.place(
+            work.num_tokens,
+            keys,
+            scheme.block_size if scheme is not None else 1,
+            {name: member.replica.lease.cache for name, member in members.items()},
+            now,
+            work.session,
+        )
+        decision = placed.decision
         chosen = decision.chosen
         member = members[chosen.replica]
-        missing_keys = keys[depths[chosen.replica] :] if member.replica.lease.cache.prefix_caching else ()
-        ticket = self._fleet.loads.charge(chosen.replica, work.num_tokens - chosen.matched_tokens, missing_keys, now)
         member.breaker.start()
         route.replica = chosen.replica
         route.matched_tokens = chosen.matched_tokens
@@ -205,7 +206,7 @@ class Dispatcher:
         self._metrics.decision_seconds.observe(time.perf_counter() - started)
         self._metrics.matched_tokens.inc(chosen.matched_tokens)
         self._metrics.regret_tokens.inc(decision.regret_tokens)
-        return member, ticket
+        return member, placed.ticket
 
     def _eligible(self, excluded: set[str], now: float) -> dict[str, Member]:
         """Ready members that have not failed this request; those behind an open breaker only when all are."""
@@ -217,39 +218,6 @@ class Dispatcher:
             )
         healthy = {name: member for name, member in ready.items() if member.breaker.allows(now)}
         return healthy or ready
-
-    def _candidates(
-        self, work: Work, keys: array[int], members: dict[str, Member], now: float
-    ) -> tuple[list[Candidate], dict[str, int]]:
-        """What placement may know of each member, and how many leading blocks each holds."""
-        reported = self._fleet.index.match(keys)
-        scheme = self._fleet.scheme
-        block_size = scheme.block_size if scheme is not None else 1
-        most = (work.num_tokens - 1) // block_size  # the last token is computed in any case
-        candidates, depths = [], {}
-        for name, member in members.items():
-            load = self._fleet.loads.of(name)
-            cache = member.replica.lease.cache
-            held = reported[name].total if name in reported else 0
-            depth = load.depth(keys, held) if load.pending else held
-            depths[name] = depth
-            matched = min(depth, most) if cache.prefix_caching else 0
-            free_blocks = cache.kv_blocks - self._fleet.index.num_blocks(name) - len(load.pending)
-            candidates.append(
-                Candidate(
-                    replica=name,
-                    matched_tokens=matched * block_size,
-                    pending_tokens=max(0, matched - held) * block_size,
-                    waiting_tokens=load.waiting_tokens,
-                    waiting_requests=load.waiting_requests,
-                    in_flight=load.in_flight,
-                    since_progress_s=load.since_progress_s(now),
-                    speed=load.speed,
-                    free_tokens=max(0, free_blocks) * block_size,
-                    lru_age_s=cache.lru_age_s,
-                )
-            )
-        return candidates, depths
 
     def _call(self, member: Member, work: Work, deadline_s: float) -> WorkerStream:
         work.call.generation = member.replica.generation

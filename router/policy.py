@@ -16,7 +16,7 @@ replicates under load. There is no threshold. The other policies are for compari
 
 import hashlib
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 DISPLACEMENT_WEIGHT = 2.0  # flat from 1 to 4 in simulation
@@ -79,9 +79,21 @@ class Ask:
     turn: int = 0  # decisions taken before this one
 
 
-def choose(policy: str, ask: Ask, candidates: Sequence[Candidate], rng: random.Random) -> Decision:
-    """The decision of the named policy. ``candidates`` is not empty; ``rng`` breaks ties."""
-    decision = POLICIES[policy](ask, candidates, rng)
+Policy = Callable[[Ask, Sequence[Candidate], random.Random], Decision]
+
+
+def choose(
+    policy: str,
+    ask: Ask,
+    candidates: Sequence[Candidate],
+    rng: random.Random,
+    rules: Mapping[str, Policy] | None = None,
+) -> Decision:
+    """The decision of the named policy. ``candidates`` is not empty; ``rng`` breaks ties.
+
+    ``rules`` are the policies to choose from where they are not ``POLICIES``: a benchmark brings its own.
+    """
+    decision = (rules or POLICIES)[policy](ask, candidates, rng)
     decision.policy = policy
     return decision
 
@@ -148,8 +160,6 @@ def _session(ask: Ask, candidates: Sequence[Candidate], rng: random.Random) -> D
         return _least_load(ask, candidates, rng)
     return _take(candidates, _rendezvous(ask.affinity, candidates)[0])
 
-
-Policy = Callable[[Ask, Sequence[Candidate], random.Random], Decision]
 
 POLICIES: dict[str, Policy] = {
     "warmfront": _warmfront,
