@@ -4,6 +4,8 @@ Plain state and an argument for the clock, so that dispatch and the simulator (`
 the very same code.
 """
 
+from __future__ import annotations
+
 import random
 from array import array
 from collections.abc import Mapping, Sequence
