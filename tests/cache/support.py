@@ -1,0 +1,66 @@
+"""Small chains and a naive cache for the tests of cache/."""
+
+from collections.abc import Sequence
+
+from cache.block_hash import BlockChain, HashScheme, extra_keys
+from cache.events import Cleared, EventBatch, Removed, Snapshot, Stored, Tier
+from cache.prefix_cache import PrefixCache
+
+SCHEME = HashScheme("sha256_cbor", block_size=4)
+
+
+def chain(tokens: Sequence[int], salt: str | None = None, scheme: HashScheme = SCHEME) -> BlockChain:
+    return scheme.chain(tokens, extra_keys(len(tokens), scheme.block_size, cache_salt=salt))
+
+
+def run(cache: PrefixCache, name: object, tokens: Sequence[int], now: float = 0.0, **more: object) -> int:
+    """Admit, compute and free one request; returns its cached tokens."""
+    admission = cache.admit(name, chain(tokens, scheme=cache.scheme), now, **more)  # type: ignore[arg-type]
+    assert admission is not None
+    cache.commit(name, len(tokens))
+    cache.free(name, now)
+    cache.check_invariants()
+    return admission.num_cached_tokens
+
+
+class EventLog:
+    """The resident set that a reader of all events has; any step that should not happen fails."""
+
+    def __init__(self) -> None:
+        self.resident: set[int] = set()
+        self.parents: dict[int, int] = {}
+        self.seq = 0
+
+    def read(self, batch: EventBatch | None) -> None:
+        if batch is None:
+            return
+        assert batch.first_seq == self.seq + 1, "a gap in the numbers"
+        self.seq = batch.last_seq
+        for event in batch.events:
+            if isinstance(event, Stored):
+                assert event.tier is Tier.DEVICE
+                parent = event.parent
+                for key in event.keys:
+                    assert key not in self.resident, "stored twice"
+                    assert parent == 0 or parent in self.resident, "stored before its parent"
+                    self.resident.add(key)
+                    self.parents[key] = parent
+                    parent = key
+            elif isinstance(event, Removed):
+                for key in event.keys:
+                    self.resident.remove(key)
+            else:
+                assert isinstance(event, Cleared)
+                self.resident.clear()
+            # Prefix-closed between events, so a reader may stop after any of them.
+            assert all(self.parents[key] == 0 or self.parents[key] in self.resident for key in self.resident)
+
+
+def resident_of(snapshot: Snapshot) -> set[int]:
+    """The keys of a snapshot; fails where a run comes before its parent."""
+    keys: set[int] = set()
+    for run_ in snapshot.runs:
+        assert run_.parent == 0 or run_.parent in keys
+        assert not keys & set(run_.keys)
+        keys |= set(run_.keys)
+    return keys
