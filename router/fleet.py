@@ -59,6 +59,8 @@ class Fleet:
             self._redis, keys, self.index, metrics, on_applied=self._on_applied, rng=random.Random(config.router_id)
         )
         self._tasks: list[asyncio.Task[None]] = []
+        # A cancellation that meets a Redis call may be lost inside the client: the loops look here as well.
+        self._is_stopped = False
 
     async def start(self) -> None:
         """Look once, so that a running fleet is known from the first request on, then follow."""
@@ -70,6 +72,8 @@ class Fleet:
 
     async def stop(self) -> None:
         """Stop following and close every channel."""
+        self._is_stopped = True
+        self.mirror.stop()
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
@@ -111,7 +115,7 @@ class Fleet:
 
     async def _follow_leases(self) -> None:
         period_s = self.config.heartbeat_s / _POLLS_PER_HEARTBEAT
-        while True:
+        while not self._is_stopped:
             await asyncio.sleep(period_s)
             try:
                 await self._look()
@@ -182,7 +186,7 @@ class Fleet:
         await member.client.close()
 
     async def _follow_model(self) -> None:
-        while True:
+        while not self._is_stopped:
             if self._profile is None and self.scheme is not None:
                 await self._learn_model()
             await asyncio.sleep(self.config.heartbeat_s / _POLLS_PER_HEARTBEAT)

@@ -66,6 +66,11 @@ class IndexMirror:
         self._on_applied = on_applied
         self._rng = rng or random.Random()
         self._feeds: dict[str, _Feed] = {}
+        self._is_stopped = False
+
+    def stop(self) -> None:
+        """Let ``run`` end, should it survive its cancellation."""
+        self._is_stopped = True
 
     def follow(self, replica: str, generation: str) -> None:
         """Mirror this generation from now on, and no other one of that replica."""
@@ -118,9 +123,9 @@ class IndexMirror:
                 feed.num_tries = 0
 
     async def run(self) -> None:
-        """Load, read and apply until cancelled. Goes on by itself when Redis comes back."""
+        """Load, read and apply until stopped. Goes on by itself when Redis comes back."""
         pause_s = _FIRST_RETRY_S
-        while True:
+        while not self._is_stopped:
             try:
                 await self._load_due()
                 await self._read_streams()

@@ -129,7 +129,8 @@ def _predicted_ttft(ask: Ask, candidates: Sequence[Candidate], rng: random.Rando
 
 
 def _longest_prefix(ask: Ask, candidates: Sequence[Candidate], rng: random.Random) -> Decision:
-    return _decide(candidates, [-float(c.matched_tokens) for c in candidates], rng)
+    """Of reported blocks alone: with the pending ones, and no term for load, one replica would draw everything."""
+    return _decide(candidates, [float(c.pending_tokens - c.matched_tokens) for c in candidates], rng)
 
 
 def _least_load(ask: Ask, candidates: Sequence[Candidate], rng: random.Random) -> Decision:

@@ -105,6 +105,7 @@ class SimulatedWorker(worker_pb2_grpc.WorkerServicer):
         self._server = grpc.aio.server(options=(("grpc.so_reuseport", 0),))
         worker_pb2_grpc.add_WorkerServicer_to_server(self, self._server)
         self._task: asyncio.Task[None] | None = None
+        self._is_stopped = False
 
     async def start(self) -> SimulatedWorker:
         port = self._server.add_insecure_port("127.0.0.1:0")
@@ -117,6 +118,7 @@ class SimulatedWorker(worker_pb2_grpc.WorkerServicer):
 
     async def stop(self) -> None:
         """Leave without a word, as a killed process does."""
+        self._is_stopped = True
         if self._task is not None:
             self._task.cancel()
             await asyncio.gather(self._task, return_exceptions=True)
@@ -349,7 +351,7 @@ class SimulatedWorker(worker_pb2_grpc.WorkerServicer):
             await pipe.execute()
 
     async def _beat(self) -> None:
-        while True:
+        while not self._is_stopped:  # a cancellation that meets a Redis call may be lost in the client
             await asyncio.sleep(self.spec.heartbeat_s)
             try:
                 await self.report()
