@@ -5,6 +5,7 @@ from typing import Any
 
 import grpc
 import grpc.aio
+from grpc_health.v1 import health_pb2, health_pb2_grpc
 from warmfront_pb.v1 import worker_pb2
 
 from router.errors import RouterError, error_of_status
@@ -125,6 +126,17 @@ class WorkerClient:
     async def close(self) -> None:
         """Close the channel; calls that are still running are cancelled."""
         await self._channel.close()
+
+
+def is_serving(address: str, timeout_s: float) -> bool:
+    """Whether the server there says, by the standard health call, that it serves. Blocks for up to ``timeout_s``."""
+    with grpc.insecure_channel(address, options=(("grpc.use_local_subchannel_pool", 1),)) as channel:
+        try:
+            request = health_pb2.HealthCheckRequest()
+            answer = health_pb2_grpc.HealthStub(channel).Check(request, timeout=timeout_s)
+        except grpc.RpcError:
+            return False
+        return bool(answer.status == health_pb2.HealthCheckResponse.SERVING)
 
 
 def _worker_error(error: grpc.aio.AioRpcError) -> WorkerError:

@@ -1,0 +1,90 @@
+"""A router inside a Ray actor. Ray places and restarts it; no request passes through a Ray call.
+
+The servers run in an event loop of their own thread and are started by the constructor, the only thing that Ray runs
+again after a crash. If they end without being asked to, the process ends too, so that Ray starts a new one.
+"""
+
+import asyncio
+import os
+import threading
+from typing import Any
+
+import ray
+
+from router.config import RouterConfig
+from router.logs import configure_logging
+from router.main import Endpoints, Router
+
+_START_TIMEOUT_S = 60.0
+_STOP_MARGIN_S = 10.0
+
+
+class RouterActor:
+    """Make it an actor by ``start_router_actor``. Raises ``OSError`` when a port cannot be had."""
+
+    def __init__(self, config: RouterConfig) -> None:
+        configure_logging(as_json=config.log_json, level=config.log_level)
+        self._config = config
+        self._router: Router | None = None
+        self._endpoints: Endpoints | None = None
+        self._error: BaseException | None = None
+        self._has_started = threading.Event()
+        self._loop = asyncio.new_event_loop()
+        self._stop = asyncio.Event()
+        self._thread = threading.Thread(target=self._run, name="router", daemon=True)
+        self._thread.start()
+        if not self._has_started.wait(_START_TIMEOUT_S):
+            raise TimeoutError(f"router {config.router_id} did not listen within {_START_TIMEOUT_S:g} s")
+        if self._error is not None:
+            raise self._error
+
+    def ping(self) -> dict[str, Any]:
+        """Proof of life: where it listens and, unless it is ready, why not."""
+        assert self._endpoints is not None
+        assert self._router is not None
+        return {
+            "http": self._endpoints.http,
+            "grpc": self._endpoints.grpc,
+            "metrics": self._endpoints.metrics,
+            "pid": os.getpid(),
+            "not_ready": self._router.fleet.why_not_ready(),
+        }
+
+    def drain(self) -> None:
+        """Stop taking requests, let the running ones end; returns when all is closed."""
+        self._loop.call_soon_threadsafe(self._stop.set)
+        self._thread.join(self._config.drain_timeout_s + _STOP_MARGIN_S)
+
+    def _run(self) -> None:
+        try:
+            self._loop.run_until_complete(self._serve())
+        except BaseException as error:
+            self._error = error
+            if self._has_started.is_set():
+                os._exit(1)
+        finally:
+            self._has_started.set()
+
+    async def _serve(self) -> None:
+        self._router = Router(self._config)
+        self._endpoints = await self._router.start()
+        self._has_started.set()
+        await self._stop.wait()
+        await self._router.drain()
+
+
+def start_router_actor(config: RouterConfig, **options: Any) -> Any:
+    """The handle of a router actor named after ``router_id``; one that runs already is adopted.
+
+    ``options`` are Ray's own and come last.
+    """
+    kept = {
+        "name": config.router_id,
+        "get_if_exists": True,
+        "lifetime": "detached",
+        "max_restarts": -1,
+        "max_task_retries": 0,
+        "max_concurrency": 4,  # a ping is answered while it drains
+        "num_cpus": 0,
+    }
+    return ray.remote(RouterActor).options(**{**kept, **options}).remote(config)
