@@ -1,10 +1,11 @@
-"""The Ray side: a router inside an actor, and the controller that replaces workers that hang. No model, no Redis data."""
+"""The Ray side: a router inside an actor, and the controller that replaces workers that hang. No model."""
 
 from __future__ import annotations
 
 import os
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -37,7 +38,7 @@ def test_a_good_answer_takes_strikes_back() -> None:
 @pytest.fixture(scope="module")
 def local_ray() -> Iterator[None]:
     os.environ.update(RAY_USAGE_STATS_ENABLED="0", RAY_worker_niceness="0", RAY_ENABLE_UV_RUN_RUNTIME_ENV="0")
-    root = os.getcwd()
+    root = Path.cwd()
     os.environ["PYTHONPATH"] = f"{root}{os.pathsep}{root}/proto"
     ray.init(
         address="local",

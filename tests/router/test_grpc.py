@@ -1,0 +1,163 @@
+"""The gRPC front, through reflection only."""
+
+from __future__ import annotations
+
+import base64
+from collections.abc import AsyncIterator
+from typing import Any
+
+import grpc
+import grpc.aio
+import pytest
+
+from router.tokenizer import pack_ids
+from tests.router.conftest import Cluster, until
+from tests.router.reflective import ReflectiveClient
+
+GENERATE = "warmfront.v1.Inference/Generate"
+
+
+def token_request(count: int = 100, **more: Any) -> dict[str, Any]:
+    packed = base64.b64encode(pack_ids([1 + n % 200 for n in range(count)])).decode()
+    return {"tokenIds": packed, "sampling": {"maxTokens": 6, "seed": 1}, **more}
+
+
+@pytest.fixture
+async def client(cluster: Cluster) -> AsyncIterator[ReflectiveClient]:
+    await cluster.add_worker("w0")
+    await cluster.add_worker("w1")
+    await cluster.add_router()
+    one = ReflectiveClient(cluster.endpoints[0].grpc)
+    yield one
+    await one.channel.close()
+
+
+async def test_reflection_lists_the_services(client: ReflectiveClient) -> None:
+    assert {"warmfront.v1.Inference", "warmfront.v1.Admin", "grpc.health.v1.Health"} <= set(await client.services())
+
+
+async def test_a_stream_carries_tokens_usage_and_the_route(client: ReflectiveClient) -> None:
+    answers, trailing = await client.call(GENERATE, token_request(), metadata=(("x-request-id", "abc"),))
+    assert len(answers) == 6
+    assert answers[-1]["finishReason"] == "length"
+    assert answers[-1]["usage"]["promptTokens"] == 100
+    assert trailing["x-request-id"] == "abc"
+    assert trailing["x-warmfront-matched-tokens"] == "0"
+    again, trailing_again = await client.call(GENERATE, token_request())
+    assert trailing_again["x-warmfront-replica"] == trailing["x-warmfront-replica"]
+    assert trailing_again["x-warmfront-matched-tokens"] == str(again[-1]["usage"]["cachedTokens"]) == "96"
+
+
+async def test_text_chat_and_token_ids_are_one_prompt(client: ReflectiveClient, cluster: Cluster) -> None:
+    rendered = "<|im_start|>user\n" + "x" * 60 + "<|im_end|>\n<|im_start|>assistant\n"
+    ids = cluster.workers["w0"].tokenizer.encode(rendered, add_special_tokens=False).ids
+    chat = {"messages": [{"role": "user", "content": "x" * 60}]}
+    sampling = {"maxTokens": 2}
+    first, _ = await client.call(GENERATE, {"chat": chat, "sampling": sampling})
+    matched = str((len(ids) - 1) // 16 * 16)
+    for prompt in ({"text": rendered}, {"tokenIds": base64.b64encode(pack_ids(ids)).decode()}, {"chat": chat}):
+        answers, trailing = await client.call(GENERATE, {**prompt, "sampling": sampling})
+        assert trailing["x-warmfront-matched-tokens"] == matched
+        assert answers[-1]["usage"]["promptTokens"] == len(ids)
+
+
+async def test_a_salt_shares_with_itself_alone_and_the_router_predicts_both(client: ReflectiveClient) -> None:
+    await client.call(GENERATE, token_request(cacheSalt="a"))
+    for salt, expected in (("b", 0), ("a", 96), ("", 0)):
+        answers, trailing = await client.call(GENERATE, token_request(cacheSalt=salt))
+        assert answers[-1]["usage"].get("cachedTokens", 0) == expected
+        assert int(trailing["x-warmfront-matched-tokens"]) == expected
+
+
+@pytest.mark.parametrize(
+    ("request_", "code", "words"),
+    [
+        ({}, grpc.StatusCode.INVALID_ARGUMENT, "prompt is missing"),
+        ({"text": ""}, grpc.StatusCode.INVALID_ARGUMENT, "prompt is empty"),
+        ({"chat": {}}, grpc.StatusCode.INVALID_ARGUMENT, "messages is empty"),
+        ({"tokenIds": "AAA="}, grpc.StatusCode.INVALID_ARGUMENT, "token_ids has 2 bytes"),
+        ({"tokenIds": "////fw=="}, grpc.StatusCode.INVALID_ARGUMENT, "vocabulary"),
+        ({"text": "x" * 4096}, grpc.StatusCode.INVALID_ARGUMENT, "context 4096"),
+        ({"text": "x", "model": "no"}, grpc.StatusCode.NOT_FOUND, "use 'simulated'"),
+        ({"text": "x", "lora": "no"}, grpc.StatusCode.NOT_FOUND, "adapter"),
+        ({"text": "x", "sampling": {"temperature": -1}}, grpc.StatusCode.INVALID_ARGUMENT, "temperature is -1"),
+        ({"text": "x", "sampling": {"temperature": "NaN"}}, grpc.StatusCode.INVALID_ARGUMENT, "temperature"),
+        ({"text": "x", "sampling": {"topP": 0}}, grpc.StatusCode.INVALID_ARGUMENT, "top_p is 0"),
+        ({"text": "x", "sampling": {"maxTokens": 0}}, grpc.StatusCode.INVALID_ARGUMENT, "max_tokens is 0"),
+        ({"text": "x", "sampling": {"maxTokens": 5000}}, grpc.StatusCode.INVALID_ARGUMENT, "max_tokens is 5000"),
+        ({"text": "x", "sampling": {"n": 17}}, grpc.StatusCode.INVALID_ARGUMENT, "n is 17"),
+        ({"text": "x", "sampling": {"stop": [""]}}, grpc.StatusCode.INVALID_ARGUMENT, "stop"),
+        ({"text": "x", "cacheSalt": "s" * 257}, grpc.StatusCode.INVALID_ARGUMENT, "cache_salt"),
+        ({"text": "x", "retention": [{"tokens": 1, "ttlS": 7}]}, grpc.StatusCode.INVALID_ARGUMENT, "300 or 3600"),
+    ],
+)
+async def test_a_bad_value_is_named_with_its_remedy(
+    client: ReflectiveClient, cluster: Cluster, request_: dict[str, Any], code: grpc.StatusCode, words: str
+) -> None:
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await client.call(GENERATE, request_)
+    assert caught.value.code() is code
+    assert words in (caught.value.details() or "")
+    assert not any(worker.requests for worker in cluster.workers.values())
+
+
+async def test_a_message_over_the_limit_fails_at_once_and_is_not_retried(client: ReflectiveClient) -> None:
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await client.call(GENERATE, {"text": "x" * (17 << 20)})
+    assert caught.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+    answers, _ = await client.call(GENERATE, token_request())
+    assert answers
+
+
+async def test_a_deadline_is_forwarded_and_leaves_no_load(client: ReflectiveClient, cluster: Cluster) -> None:
+    for worker in cluster.workers.values():
+        worker.spec.decode_s = 0.05
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await client.call(GENERATE, token_request(sampling={"maxTokens": 1000}), timeout=0.5)
+    assert caught.value.code() is grpc.StatusCode.DEADLINE_EXCEEDED
+    await until(lambda: cluster.load == 0 and not any(worker.running for worker in cluster.workers.values()))
+
+
+async def test_a_cancelled_call_is_cancelled_in_the_worker(client: ReflectiveClient, cluster: Cluster) -> None:
+    import asyncio
+
+    for worker in cluster.workers.values():
+        worker.spec.decode_s = 0.05
+    call = asyncio.create_task(client.call(GENERATE, token_request(sampling={"maxTokens": 1000})))
+    await until(lambda: any(worker.running for worker in cluster.workers.values()))
+    call.cancel()
+    await until(lambda: cluster.load == 0 and not any(worker.running for worker in cluster.workers.values()))
+
+
+async def test_admin_lists_and_drains_replicas(client: ReflectiveClient, cluster: Cluster) -> None:
+    answers, _ = await client.call("warmfront.v1.Admin/ListReplicas", {})
+    assert [one["lease"]["replica"] for one in answers[0]["replicas"]] == ["w0", "w1"]
+    await client.call("warmfront.v1.Admin/DrainReplica", {"replica": "w0"})
+    await until(lambda: len(cluster.router.fleet.ready_members) == 1)
+    for number in range(4):
+        _, trailing = await client.call(GENERATE, token_request(50 + number))
+        assert trailing["x-warmfront-replica"] == "w1"
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await client.call("warmfront.v1.Admin/DrainReplica", {"replica": "w7"})
+    assert caught.value.code() is grpc.StatusCode.NOT_FOUND
+    assert "known: w0, w1" in (caught.value.details() or "")
+
+
+async def test_health_follows_readiness(client: ReflectiveClient, cluster: Cluster) -> None:
+    async def serves() -> bool:
+        answers, _ = await client.call("grpc.health.v1.Health/Check", {"service": "warmfront.v1.Inference"})
+        return bool(answers[0].get("status") == "SERVING")
+
+    async def until_serves(wanted: bool) -> None:
+        import asyncio
+
+        for _ in range(400):
+            if await serves() is wanted:
+                return
+            await asyncio.sleep(0.05)
+        raise AssertionError(f"health never became {wanted}")
+
+    await until_serves(True)
+    for worker in cluster.workers.values():
+        worker.faults.is_silent = True
+    await until_serves(False)
