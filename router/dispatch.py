@@ -16,13 +16,13 @@ import sys
 import time
 from array import array
 from collections.abc import AsyncGenerator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from warmfront_pb.v1 import inference_pb2, worker_pb2
 
 from cache.block_hash import extra_keys
 from router.config import RouterConfig
-from router.errors import DeadlineError, NoReplicaReadyError, OverloadedError, WorkerFailedError
+from router.errors import DeadlineError, NoReplicaReadyError, OverloadedError, RouterError, WorkerFailedError
 from router.fleet import Fleet, Member
 from router.load import Ticket
 from router.metrics import RouterMetrics
@@ -128,27 +128,28 @@ class Dispatcher:
         deadline_s = work.arrived_s + work.timeout_s
         keys = self._keys(work)
         self._metrics.prompt_tokens.inc(work.num_tokens)
-        excluded: set[str] = set()
+        may_move = self._config.continue_streams and _can_move(work.call.sampling)
         delivered: list[bytes] = []
-        may_continue = self._config.continue_streams and _can_move(work.call.sampling)
+        excluded: set[str] = set()
         while True:
+            num_before = len(delivered)
             member, ticket = self._place(work, keys, excluded, route)
             stream = self._call(member, work, deadline_s)
             try:
-                try:
-                    while (message := await _read(stream, member)) is not None:
-                        if not delivered:
-                            ticket.first_token(time.monotonic())
-                            member.breaker.succeeded()
-                            self._first_token(work, route)
-                        if may_continue or not delivered:
-                            delivered.append(message)
-                        yield message
-                    await self._finish(stream, ticket, route)
-                    member.breaker.succeeded()
-                    return
-                except WorkerError as error:
-                    failure = error
+                while (message := await _read(stream, member)) is not None:
+                    if len(delivered) == num_before:
+                        now = time.monotonic()
+                        ticket.first_token(now)
+                        member.breaker.succeeded()
+                        self._first_token(work, route, now)
+                    if may_move or not delivered:
+                        delivered.append(message)
+                    yield message
+                await self._finish(stream, ticket, route)
+                member.breaker.succeeded()
+                return
+            except WorkerError as error:
+                failure = error
             finally:
                 stream.cancel()
                 member.breaker.abandoned()
@@ -156,22 +157,35 @@ class Dispatcher:
             if failure.is_transport:
                 member.breaker.failed(time.monotonic())
             log.warning(
-                "replica failed a request request=%s replica=%s status=%s delivered=%d error=%r",
+                "replica failed a request request=%s replica=%s status=%s messages=%d error=%r",
                 *(work.request_id, member.replica.id, failure.status, len(delivered), failure.message),
             )
-            if delivered:
-                if failure.status == "DEADLINE_EXCEEDED":
-                    raise DeadlineError("the request's deadline passed in the middle of the answer")
-                raise WorkerFailedError(
-                    f"replica {member.replica.id} failed in the middle of the answer ({failure.status}: "
-                    f"{failure.message}); send the request again"
-                )
             excluded.add(member.replica.id)
-            await self._before_retry(failure, route, deadline_s)
+            if len(delivered) == num_before:
+                await self._before_retry(failure, route, deadline_s)
+                continue
+            if _is_whole(delivered[-1]):
+                return  # it died between the last message and the status
+            if not may_move or route.was_continued or failure.status in CLIENT_STATUSES:
+                raise _broken_off(failure, member.replica.id)
+            work, keys = self._continued(work, delivered)
+            route.was_continued = True
+            self._metrics.failovers.inc()
 
-    def _first_token(self, work: Work, route: Route) -> None:
-        route.first_token_s = time.monotonic() - work.arrived_s
-        self._metrics.ttft_seconds.observe(route.first_token_s)
+    def _continued(self, work: Work, delivered: list[bytes]) -> tuple[Work, array[int]]:
+        """The rest of an answer as a request of its own: what was delivered is context now, and counts as output."""
+        output = b"".join(inference_pb2.GenerateResponse.FromString(message).token_ids for message in delivered)
+        call = worker_pb2.WorkerGenerateRequest()
+        call.CopyFrom(work.call)
+        call.token_ids += output
+        call.num_prior_output_tokens = len(output) // 4
+        rest = replace(work, call=call, num_tokens=len(call.token_ids) // 4)
+        return rest, self._keys(rest)
+
+    def _first_token(self, work: Work, route: Route, now: float) -> None:
+        if route.first_token_s is None:
+            route.first_token_s = now - work.arrived_s
+            self._metrics.ttft_seconds.observe(route.first_token_s)
 
     def _keys(self, work: Work) -> array[int]:
         """Index keys of the prompt's full blocks; hashed here and nowhere else in the router."""
@@ -269,6 +283,20 @@ def unpack_keys(data: str | bytes) -> array[int]:
     return keys
 
 
+def _is_whole(last_message: bytes) -> bool:
+    """Whether the answer ended with this message: the very last one has the usage."""
+    return inference_pb2.GenerateResponse.FromString(last_message).HasField("usage")
+
+
+def _broken_off(failure: WorkerError, replica: str) -> RouterError:
+    if failure.status == "DEADLINE_EXCEEDED":
+        return DeadlineError("the request's deadline passed in the middle of the answer")
+    return WorkerFailedError(
+        f"replica {replica} failed in the middle of the answer ({failure.status}: {failure.message}) "
+        "and it cannot go on elsewhere: send the request again"
+    )
+
+
 def _can_move(sampling: inference_pb2.SamplingParams) -> bool:
-    """Whether an answer's state can go on elsewhere: one choice, and no logprobs that were half told."""
+    """Whether an answer can go on elsewhere: one choice, and no prompt logprobs, which only a first message has."""
     return sampling.n == 1 and not sampling.HasField("prompt_logprobs")

@@ -53,7 +53,7 @@ async def test_text_chat_and_token_ids_are_one_prompt(client: ReflectiveClient, 
     ids = cluster.workers["w0"].tokenizer.encode(rendered, add_special_tokens=False).ids
     chat = {"messages": [{"role": "user", "content": "x" * 60}]}
     sampling = {"maxTokens": 2}
-    first, _ = await client.call(GENERATE, {"chat": chat, "sampling": sampling})
+    await client.call(GENERATE, {"chat": chat, "sampling": sampling})
     matched = str((len(ids) - 1) // 16 * 16)
     for prompt in ({"text": rendered}, {"tokenIds": base64.b64encode(pack_ids(ids)).decode()}, {"chat": chat}):
         answers, trailing = await client.call(GENERATE, {**prompt, "sampling": sampling})
