@@ -51,7 +51,7 @@ class WorkerConfig:
     kv_blocks: int | None = None  # in the pool, without the scratch block; None: by memory
     host_kv_blocks: int = 0
     gpu_memory_utilization: float = 0.9  # share of the whole device memory
-    cpu_kv_bytes: int = 1 << 30  # the pool on a CPU where kv_blocks does not say
+    cpu_kv_bytes: int | None = None  # the pool on a CPU where kv_blocks does not say; None: 1 GiB or less
 
     dtype: str = "auto"  # of the weights
     kv_cache_dtype: str = "auto"  # that of the weights
@@ -69,6 +69,8 @@ class WorkerConfig:
     drain_deadline_s: float = 30.0
     metrics_port: int | None = None  # None: off; 0: any free one
     compat_metrics: bool = False
+    log_json: bool = False
+    log_level: str = "INFO"
 
     def __post_init__(self) -> None:
         self._check_names_and_addresses()
@@ -127,13 +129,14 @@ class WorkerConfig:
             raise ConfigError("--token-reuse: reuse inside a block is not there yet; leave it off")
         if not 0 < self.gpu_memory_utilization <= 1:
             raise ConfigError(f"--gpu-memory-utilization {self.gpu_memory_utilization:g} is not over 0 and up to 1")
-        if self.cpu_kv_bytes < 1 << 20:
+        if self.cpu_kv_bytes is not None and self.cpu_kv_bytes < 1 << 20:
             raise ConfigError(f"--cpu-kv-bytes {self.cpu_kv_bytes} is below 1 MiB")
 
     def _check_engine(self) -> None:
         choices = (
             ("--dtype", self.dtype, ("auto", "float32", "bfloat16")),
             ("--mode", self.mode, ("fast", "deterministic")),
+            ("--log-level", self.log_level.upper(), ("DEBUG", "INFO", "WARNING", "ERROR")),
         )
         for flag, value, allowed in choices:
             if value not in allowed:

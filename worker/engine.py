@@ -145,7 +145,9 @@ class EngineSnapshot:
     prefill_tokens_per_s: float = 0.0
     num_blocks: int = 0
     num_used_blocks: int = 0
-    num_cached_blocks: int = 0
+    num_cached_blocks: int = 0  # holding a hash
+    num_resident_hashes: int = 0  # different ones
+    lru_age_s: float = 0.0  # idle time of the block that would be evicted next; 0 while blocks without a hash remain
     last_event_seq: int = 0
 
 
@@ -515,6 +517,7 @@ class Engine:
             num_blocks=self._cache.num_blocks - 1,
             num_used_blocks=self._cache.num_used_blocks,
             num_cached_blocks=self._cache.num_cached_blocks,
+            num_resident_hashes=self._cache.num_cached_blocks,
             last_event_seq=self._cache.last_seq,
         )
 

@@ -1,0 +1,171 @@
+"""From a message to a request the engine can trust: every field is checked here, once.
+
+An error names the field and says what to change. What this worker cannot do is refused by name, never ignored.
+"""
+
+from __future__ import annotations
+
+import secrets
+import sys
+from array import array
+from collections.abc import Sequence
+
+from warmfront_pb.v1 import inference_pb2, worker_pb2
+
+from worker.batch import SamplingParams
+from worker.engine import Request
+from worker.replica import ModelCard
+
+MAX_CHOICES = 16
+MAX_STOP_STRINGS = 16
+MAX_STOP_LENGTH = 1024  # characters
+MAX_LOGPROBS = 20
+MAX_LOGIT_BIASES = 1024
+MAX_SALT_LENGTH = 256  # characters
+
+_RANGES = {  # field: lowest, highest, lowest itself excluded
+    "temperature": (0.0, 2.0, False),
+    "top_p": (0.0, 1.0, True),
+    "min_p": (0.0, 1.0, False),
+    "presence_penalty": (-2.0, 2.0, False),
+    "frequency_penalty": (-2.0, 2.0, False),
+}
+_DEFAULTS = {"temperature": 1.0, "top_p": 1.0, "min_p": 0.0, "presence_penalty": 0.0, "frequency_penalty": 0.0}
+
+
+class InvalidRequestError(ValueError):
+    """A field has a value that cannot be honoured by anyone. Sending it again will not help."""
+
+
+class UnsupportedError(Exception):
+    """A field asks for something that this version cannot do."""
+
+
+def read_request(message: worker_pb2.WorkerGenerateRequest, card: ModelCard, deadline_s: float) -> Request:
+    """The request in ``message``. Raises ``InvalidRequestError`` or ``UnsupportedError``."""
+    if message.lora:
+        raise UnsupportedError(f"lora {message.lora!r}: this worker loads no adapters; leave the field empty")
+    if message.retention:
+        raise UnsupportedError("retention: this worker keeps blocks by last use alone; leave the field empty")
+    if len(message.cache_salt) > MAX_SALT_LENGTH:
+        raise InvalidRequestError(
+            f"cache_salt has {len(message.cache_salt)} characters: use 1 to {MAX_SALT_LENGTH}, or none"
+        )
+    sampling = message.sampling
+    token_ids = _read_token_ids(message.token_ids, card)
+    prior = message.num_prior_output_tokens
+    prompt_length = len(token_ids) - prior
+    if prompt_length < 1:
+        raise InvalidRequestError(
+            f"num_prior_output_tokens {prior} leaves no prompt of {len(token_ids)} token_ids: it must be smaller"
+        )
+    max_tokens = _read_max_tokens(sampling, prior, card.max_model_len - prompt_length)
+    num_choices = _number(sampling, "n", 1, low=1, high=MAX_CHOICES)
+    if prior and (num_choices > 1 or sampling.HasField("prompt_logprobs")):
+        raise InvalidRequestError(
+            "num_prior_output_tokens: an answer goes on only with n 1 and without prompt_logprobs"
+        )
+    if sampling.min_tokens > max_tokens:
+        raise InvalidRequestError(f"min_tokens {sampling.min_tokens} is above max_tokens {max_tokens}: lower it")
+    return Request(
+        id=message.request_id,
+        token_ids=token_ids,
+        sampling=_read_sampling(sampling, card.vocab_size),
+        max_tokens=max_tokens,
+        min_tokens=sampling.min_tokens,
+        num_choices=num_choices,
+        stop_strings=_read_stop_strings(sampling.stop),
+        stop_token_ids=frozenset(_in_vocabulary("stop_token_ids", sampling.stop_token_ids, card.vocab_size)),
+        ignore_eos=sampling.ignore_eos,
+        num_prompt_logprobs=_optional(sampling, "prompt_logprobs", MAX_LOGPROBS),
+        cache_salt=message.cache_salt or None,
+        priority=message.priority,
+        deadline_s=deadline_s,
+        synthetic=message.synthetic,
+        num_prior_output_tokens=prior,
+    )
+
+
+def _read_token_ids(packed: bytes, card: ModelCard) -> array[int]:
+    if not packed:
+        raise InvalidRequestError("token_ids is empty: a prompt has at least one token")
+    if len(packed) % 4:
+        raise InvalidRequestError(f"token_ids has {len(packed)} bytes: send 4 per token, little-endian")
+    token_ids = array("i", packed)
+    if sys.byteorder == "big":
+        token_ids.byteswap()
+    if len(token_ids) >= card.max_model_len:
+        raise InvalidRequestError(
+            f"token_ids has {len(token_ids)} tokens: this model takes {card.max_model_len} for prompt and answer "
+            f"together, so send at most {card.max_model_len - 1}"
+        )
+    if min(token_ids) < 0 or max(token_ids) >= card.vocab_size:
+        _in_vocabulary("token_ids", [token_id & 0xFFFFFFFF for token_id in token_ids], card.vocab_size)
+    return token_ids
+
+
+def _read_max_tokens(sampling: inference_pb2.SamplingParams, prior: int, room: int) -> int:
+    """At most what the context leaves; prior output tokens are part of it."""
+    if not sampling.HasField("max_tokens"):
+        return room
+    if sampling.max_tokens < 1:
+        raise InvalidRequestError("max_tokens is 0: ask for at least 1")
+    if sampling.max_tokens <= prior:
+        raise InvalidRequestError(f"max_tokens {sampling.max_tokens}: {prior} prior output tokens leave none to make")
+    return min(sampling.max_tokens, room)
+
+
+def _read_sampling(sampling: inference_pb2.SamplingParams, vocab_size: int) -> SamplingParams:
+    values = {}
+    for name, (low, high, above) in _RANGES.items():
+        value = getattr(sampling, name) if sampling.HasField(name) else _DEFAULTS[name]
+        if not low <= value <= high or (above and value == low):
+            span = f"over {low:g} and up to {high:g}" if above else f"between {low:g} and {high:g}"
+            raise InvalidRequestError(f"{name} is {value:g}: it must be {span}")
+        values[name] = value
+    repetition_penalty = sampling.repetition_penalty if sampling.HasField("repetition_penalty") else 1.0
+    if not 0 < repetition_penalty < float("inf"):
+        raise InvalidRequestError(f"repetition_penalty is {repetition_penalty:g}: it must be over 0; 1 is none")
+    if sampling.top_k > vocab_size:
+        raise InvalidRequestError(f"top_k is {sampling.top_k}: the vocabulary has {vocab_size} tokens; 0 means all")
+    if len(sampling.logit_bias) > MAX_LOGIT_BIASES:
+        raise InvalidRequestError(f"logit_bias has {len(sampling.logit_bias)} entries: at most {MAX_LOGIT_BIASES}")
+    _in_vocabulary("logit_bias", list(sampling.logit_bias), vocab_size)
+    for token_id, bias in sampling.logit_bias.items():
+        if not -100 <= bias <= 100:
+            raise InvalidRequestError(f"logit_bias of token {token_id} is {bias:g}: it must be between -100 and 100")
+    return SamplingParams(
+        **values,
+        repetition_penalty=repetition_penalty,
+        top_k=sampling.top_k,
+        logit_bias=dict(sampling.logit_bias),
+        seed=sampling.seed if sampling.HasField("seed") else secrets.randbits(64),
+        num_logprobs=_optional(sampling, "logprobs", MAX_LOGPROBS),
+    )
+
+
+def _read_stop_strings(strings: Sequence[str]) -> tuple[str, ...]:
+    if len(strings) > MAX_STOP_STRINGS:
+        raise InvalidRequestError(f"stop has {len(strings)} strings: at most {MAX_STOP_STRINGS}")
+    for string in strings:
+        if not 1 <= len(string) <= MAX_STOP_LENGTH:
+            raise InvalidRequestError(f"stop has a string of {len(string)} characters: use 1 to {MAX_STOP_LENGTH}")
+    return tuple(strings)
+
+
+def _in_vocabulary(field: str, token_ids: Sequence[int], vocab_size: int) -> Sequence[int]:
+    for token_id in token_ids:
+        if token_id >= vocab_size:
+            raise InvalidRequestError(f"{field} has token {token_id}: the vocabulary ends at {vocab_size - 1}")
+    return token_ids
+
+
+def _number(sampling: inference_pb2.SamplingParams, field: str, default: int, *, low: int, high: int) -> int:
+    value: int = getattr(sampling, field) if sampling.HasField(field) else default
+    if not low <= value <= high:
+        raise InvalidRequestError(f"{field} is {value}: it must be between {low} and {high}")
+    return value
+
+
+def _optional(sampling: inference_pb2.SamplingParams, field: str, high: int) -> int | None:
+    return _number(sampling, field, 0, low=0, high=high) if sampling.HasField(field) else None

@@ -1,0 +1,336 @@
+"""One worker process from its first log line to its exit code.
+
+    STARTING    listens, has a lease, loads the model
+    WARMING     joined the fleet; takes synthetic traffic
+    READY       takes all traffic
+    DRAINING    refuses new requests; those that run may end until the drain deadline
+    GONE        everything of it is removed from Redis
+
+Exit codes: 0 drained as asked, 1 it failed, 2 wrong use or environment. The last line of the log says why.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import logging
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from warmfront_pb.v1 import common_pb2
+
+from cache.block_hash import HashScheme
+from cache.prefix_cache import PrefixCache
+from worker.config import WorkerConfig
+from worker.detokenizer import TokenTable
+from worker.engine import Engine, StepReport
+from worker.metrics import WorkerMetrics
+from worker.replica import Replica
+from worker.reporter import ContractMismatchError, FencedError, RegistryError, Reporter
+from worker.scheduler import Limits
+from worker.service import WorkerServer, WorkerService
+
+if TYPE_CHECKING:
+    from worker.boot import Loaded, Progress
+
+logger = logging.getLogger(__name__)
+
+EXIT_OK, EXIT_FAILED, EXIT_WRONG_USE = 0, 1, 2
+_CUT_GRACE_S = 2.0  # for what was cut at the drain deadline to hear of it
+
+Loader = Callable[[WorkerConfig, "Progress"], "Loaded"]
+
+
+def run_worker(config: WorkerConfig, ready: Callable[[str], None] | None = None) -> int:
+    """Run a worker until SIGTERM, SIGINT, a drain call or a fault; the exit code.
+
+    ``ready`` gets the address (host:port) once it is READY.
+    """
+    configure_logging(as_json=config.log_json, level=config.log_level)
+    return asyncio.run(_run(config, ready))
+
+
+def configure_logging(*, as_json: bool, level: str) -> None:
+    """Send the log to standard error: key=value lines, or JSON ones."""
+    handler = logging.StreamHandler(sys.stderr)
+    formatter: logging.Formatter = _JsonFormatter() if as_json else logging.Formatter(_LOG_FORMAT)
+    formatter.default_msec_format = "%s.%03d"
+    handler.setFormatter(formatter)
+    logging.basicConfig(level=level.upper(), handlers=[handler], force=True)
+
+
+async def _run(config: WorkerConfig, ready: Callable[[str], None] | None) -> int:
+    worker = Worker(config)
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, worker.drain)
+    return await worker.run(ready)
+
+
+class Worker:
+    """One replica in the running event loop. ``run`` is its life; ``drain`` ends it in good order."""
+
+    def __init__(self, config: WorkerConfig, load: Loader | None = None, progress: Progress | None = None) -> None:
+        self._config = config
+        self._load = load
+        self._progress = progress
+        self.replica = Replica(
+            config=config,
+            scheme=HashScheme(config.prefix_caching_hash_algo, config.block_size, config.hash_seed),
+        )
+        self._service = WorkerService(self.replica, self.drain)
+        self._server = WorkerServer(self._service, config.worker_token)
+        self._drain_asked = asyncio.Event()
+        self._drain_deadline_s = config.drain_deadline_s
+        self._death: asyncio.Future[BaseException] = asyncio.get_running_loop().create_future()
+        self._engine: Engine | None = None
+        self._reporter: Reporter | None = None
+        self._metrics: WorkerMetrics | None = None
+        self._stop_metrics: Callable[[], None] = lambda: None
+        self._last_progress = ("", 0)
+
+    def drain(self, deadline_s: float | None = None) -> None:
+        """Take no more requests and end when those that run have ended, or at the deadline. Twice is once."""
+        if deadline_s is not None:
+            self._drain_deadline_s = deadline_s
+        self._drain_asked.set()
+        if self.replica.state in (common_pb2.WARMING, common_pb2.READY):
+            self._set_state(common_pb2.DRAINING)
+
+    def lease(self) -> common_pb2.ReplicaLease:
+        """The lease as it would be written now."""
+        return self._service.lease()
+
+    async def run(self, ready: Callable[[str], None] | None = None) -> int:
+        """From start to exit code. What goes wrong is logged, not raised."""
+        reporting: asyncio.Task[None] | None = None
+        try:
+            await self._listen()
+            self._reporter = self._make_reporter()
+            await self._reporter.connect()
+            reporting = asyncio.create_task(self._reporter.run(), name="reporter")
+            if await self._start(reporting, ready):
+                await self._until_something_ends(reporting)
+            return await self._close_down(EXIT_OK, reporting)
+        except (ValueError, OSError, RegistryError, ContractMismatchError, ModuleNotFoundError) as error:
+            code, reason = EXIT_WRONG_USE, str(error)
+        except FencedError as error:
+            code, reason = EXIT_FAILED, str(error)
+        except Exception as error:
+            logger.exception("the worker failed")
+            code, reason = EXIT_FAILED, f"{type(error).__name__}: {error}"
+        await self._close_down(code, reporting)
+        logger.critical("replica=%s exit_code=%d: %s", self._config.replica_id, code, reason)
+        return code
+
+    # Up
+
+    async def _listen(self) -> None:
+        config = self._config
+        port = await self._server.start(config.listen, config.port)
+        host = config.advertise or config.listen
+        self.replica.address = host if _has_port(host) else f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+    def _make_reporter(self) -> Reporter:
+        config = self._config
+        return Reporter(
+            config.redis_url,
+            fleet=config.fleet,
+            replica_id=config.replica_id,
+            generation=self.replica.generation,
+            heartbeat_s=config.heartbeat_s,
+            lease_s=config.lease_s,
+            lease=self._service.lease,
+        )
+
+    async def _start(self, reporting: asyncio.Task[None], ready: Callable[[str], None] | None) -> bool:
+        """Load, join, become READY; false when a drain was asked for meanwhile."""
+        loading = _in_thread(self._load_model)
+        drained = asyncio.create_task(self._drain_asked.wait())
+        await _first_of(loading, reporting, drained)
+        drained.cancel()
+        if self._drain_asked.is_set():
+            loading.cancel()
+            return False
+        if reporting.done():
+            reporting.result()
+        loaded = await loading
+        reporter = self._reporter
+        assert reporter is not None
+        self.replica.card = loaded.card
+        self.replica.max_num_batched_tokens = loaded.max_num_batched_tokens
+        await reporter.join(self.replica.contract())
+        self._start_engine(loaded, reporter)
+        self._set_state(common_pb2.WARMING)
+        self._set_state(common_pb2.READY)
+        await self._server.set_serving(True)
+        logger.info(
+            "replica=%s state=READY address=%s generation=%s model=%s kv_blocks=%d max_model_len=%d mode=%s dtype=%s",
+            self._config.replica_id,
+            self.replica.address,
+            self.replica.generation,
+            loaded.card.name,
+            loaded.num_blocks - 1,
+            loaded.card.max_model_len,
+            self._config.mode,
+            loaded.card.dtype,
+        )
+        if ready is not None:
+            ready(self.replica.address)
+        return True
+
+    def _load_model(self) -> Loaded:
+        if self._load is not None:
+            return self._load(self._config, self._log_progress)
+        from worker.boot import load_replica
+
+        return load_replica(self._config, self._log_progress)
+
+    def _log_progress(self, what: str, share: float) -> None:
+        percent = int(share * 100)
+        if percent % 25 == 0 and (what, percent) != self._last_progress:
+            self._last_progress = (what, percent)
+            logger.info("replica=%s state=STARTING doing=%r percent=%d", self._config.replica_id, what, percent)
+        if self._progress is not None:
+            self._progress(what, share)
+
+    def _start_engine(self, loaded: Loaded, reporter: Reporter) -> None:
+        config = self._config
+        cache = PrefixCache(
+            loaded.num_blocks,
+            self.replica.scheme,
+            config.enable_prefix_caching,
+            replica=config.replica_id,
+            generation=self.replica.generation,
+        )
+        table = TokenTable.from_tokenizer_json(loaded.card.tokenizer_json)
+        engine = self._engine = Engine(
+            runner=loaded.runner,
+            cache=cache,
+            limits=Limits(config.max_num_seqs, loaded.max_num_batched_tokens, config.max_queue),
+            table=table,
+            eos_token_ids=frozenset(loaded.card.eos_token_ids),
+            on_step=self._on_step,
+            on_death=self._on_death,
+        )
+        metrics = self._metrics = WorkerMetrics(
+            view=engine.snapshot, now=time.monotonic(), block_size=config.block_size, compat=config.compat_metrics
+        )
+        if config.metrics_port is not None:
+            port, self._stop_metrics = metrics.serve(config.metrics_port, config.listen)
+            logger.info("metrics=http://%s:%d/metrics", config.listen, port)
+        self._service.open(engine, table, metrics)
+        reporter.take_snapshot = engine.cache_snapshot
+        engine.start()
+
+    # While it runs
+
+    def _on_step(self, report: StepReport) -> None:
+        assert self._metrics is not None
+        assert self._reporter is not None
+        self._metrics.observe(report, time.monotonic())
+        if report.events is not None:
+            self._reporter.put(report.events)
+
+    def _on_death(self, error: BaseException) -> None:
+        self._death.set_result(error)
+
+    def _set_state(self, state: common_pb2.ReplicaState) -> None:
+        self.replica.state = state
+        if self._reporter is not None:
+            self._reporter.touch()
+
+    async def _until_something_ends(self, reporting: asyncio.Task[None]) -> None:
+        """Until a drain is asked for. Raises what ended the engine or the reporter."""
+        drained = asyncio.create_task(self._drain_asked.wait())
+        await _first_of(drained, reporting, self._death)
+        drained.cancel()
+        if self._death.done():
+            raise self._death.result()
+        if reporting.done():
+            reporting.result()
+
+    # Down
+
+    async def _close_down(self, code: int, reporting: asyncio.Task[None] | None) -> int:
+        """Let requests end (not when the engine is dead), leave Redis, stop listening."""
+        started_s = time.monotonic()
+        if self.replica.state != common_pb2.DRAINING:
+            self._set_state(common_pb2.DRAINING)
+        await self._server.set_serving(False)
+        if self._engine is not None and not self._death.done():
+            logger.info("replica=%s state=DRAINING running=%d", self._config.replica_id, self._service.num_requests)
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(self._drain_deadline_s):
+                    await self._service.wait_idle()
+            num_cut = self._service.num_requests
+            await asyncio.to_thread(self._engine.stop)
+            if num_cut:
+                logger.warning("replica=%s cut=%d requests at the drain deadline", self._config.replica_id, num_cut)
+        self.replica.state = common_pb2.GONE
+        if reporting is not None:
+            reporting.cancel()
+            await asyncio.wait([reporting])
+        if self._reporter is not None:
+            if reporting is not None:
+                await self._reporter.leave()
+            await self._reporter.close()
+        await self._server.stop(_CUT_GRACE_S)
+        self._stop_metrics()
+        logger.info("replica=%s state=GONE seconds=%.1f", self._config.replica_id, time.monotonic() - started_s)
+        return code
+
+
+async def _first_of(*futures: asyncio.Future[Any]) -> None:
+    await asyncio.wait(futures, return_when=asyncio.FIRST_COMPLETED)
+
+
+def _in_thread(function: Callable[[], Loaded]) -> asyncio.Future[Loaded]:
+    """Run it in a daemon thread, which does not keep the process alive when nobody waits for it any more."""
+    loop = asyncio.get_running_loop()
+    future: asyncio.Future[Loaded] = loop.create_future()
+
+    def settle(result: Loaded | None, error: BaseException | None) -> None:
+        if future.cancelled():
+            return
+        if error is not None:
+            future.set_exception(error)
+        elif result is not None:
+            future.set_result(result)
+
+    def run() -> None:
+        result, error = None, None
+        try:
+            result = function()
+        except BaseException as caught:
+            error = caught
+        with contextlib.suppress(RuntimeError):  # the loop has closed
+            loop.call_soon_threadsafe(settle, result, error)
+
+    threading.Thread(target=run, name="loading", daemon=True).start()
+    return future
+
+
+def _has_port(host: str) -> bool:
+    return host.rpartition(":")[2].isdigit() and (host.count(":") == 1 or host.startswith("["))
+
+
+_LOG_FORMAT = "time=%(asctime)s level=%(levelname)s logger=%(name)s %(message)s"
+
+
+class _JsonFormatter(logging.Formatter):
+    def format(self, record: logging.LogRecord) -> str:
+        line = {
+            "time": self.formatTime(record),
+            "level": record.levelname,
+            "logger": record.name,
+            "message": record.getMessage(),
+        }
+        if record.exc_info:
+            line["exception"] = self.formatException(record.exc_info)
+        return json.dumps(line, ensure_ascii=False)

@@ -1,0 +1,213 @@
+"""The worker's metrics and its hit rates.
+
+A hit is a prompt token that was not computed, counted once, at the request's first admission, from the same number
+that its ``usage`` tells. Synthetic traffic and what a preemption makes compute again count for neither side.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, start_http_server
+
+from cache.events import Removed
+from worker.engine import Admitted, EngineSnapshot, StepReport
+
+SETTLING_S = 60.0  # the steady hit rate leaves out the first minute, when every cache is cold
+LOW_HIT_RATE = 0.3  # below it ``status`` says why
+
+_TTFT_BUCKETS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60)
+_TOKEN_BUCKETS = (0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.2, 0.5, 1, 2.5)
+_QUEUE_BUCKETS = (0.001, 0.01, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HitRates:
+    """Tokens not computed / prompt tokens, 0 without traffic; ``verdict`` says why where that is little."""
+
+    last_minute: float = 0.0
+    last_hour: float = 0.0
+    steady: float = 0.0  # since a minute after the start
+    verdict: str = ""
+
+
+class HitWindow:
+    """Prompt tokens and hits of the last ``num_buckets`` times ``bucket_s`` seconds, in bounded memory."""
+
+    def __init__(self, bucket_s: float, num_buckets: int) -> None:
+        self._bucket_s = bucket_s
+        self._num_buckets = num_buckets
+        self._buckets: deque[list[int]] = deque()  # [number, prompt tokens, hits]
+
+    def add(self, num_tokens: int, num_hits: int, now: float) -> None:
+        """Count one request."""
+        number = int(now // self._bucket_s)
+        if not self._buckets or self._buckets[-1][0] != number:
+            self._buckets.append([number, 0, 0])
+            self._forget(number)
+        self._buckets[-1][1] += num_tokens
+        self._buckets[-1][2] += num_hits
+
+    def rate(self, now: float) -> float:
+        """Hits / prompt tokens, 0 without any."""
+        self._forget(int(now // self._bucket_s))
+        num_tokens = sum(bucket[1] for bucket in self._buckets)
+        return sum(bucket[2] for bucket in self._buckets) / num_tokens if num_tokens else 0.0
+
+    def _forget(self, number: int) -> None:
+        while self._buckets and self._buckets[0][0] <= number - self._num_buckets:
+            self._buckets.popleft()
+
+
+class WorkerMetrics:
+    """All of them, in a registry of their own. ``view`` gives the engine's latest snapshot when someone looks."""
+
+    def __init__(
+        self, *, view: Callable[[], EngineSnapshot], now: float, block_size: int, compat: bool = False
+    ) -> None:
+        self.registry = CollectorRegistry()
+        self._view = view
+        self._block_size = block_size
+        self._started_s = now
+        self._minute = HitWindow(1.0, 60)
+        self._hour = HitWindow(60.0, 60)
+        self._steady_tokens = self._steady_hits = 0
+        self._num_prompts = self._num_first_block_misses = self._num_evicted = 0
+        self._queries = self._counter("prefix_cache_queries_tokens", "Prompt tokens looked up, user traffic.")
+        self._hits = self._counter("prefix_cache_hits_tokens", "Prompt tokens not computed, user traffic.", "tier")
+        self._evictions = self._counter("evictions", "Block hashes whose last copy went.", "reason")
+        self._preemptions = self._counter("preemptions", "Requests that lost their blocks and are computed again.")
+        self._saved = self._counter(
+            "prefill_seconds_saved", "Prefill time that hits saved, at the learned speed. A cache saves no decode time."
+        )
+        self._synthetic = self._counter("synthetic_tokens", "Prompt tokens of pre-warm traffic.")
+        self._ttft = self._histogram("ttft_seconds", "Arrival to first token.", _TTFT_BUCKETS)
+        self._inter_token = self._histogram("inter_token_seconds", "Between two tokens of an answer.", _TOKEN_BUCKETS)
+        self._queue = self._histogram("queue_seconds", "Arrival to first blocks.", _QUEUE_BUCKETS)
+        blocks = Gauge("warmfront_worker_kv_blocks", "KV blocks by state.", ["state"], registry=self.registry)
+        blocks.labels("total").set_function(lambda: view().num_blocks)
+        blocks.labels("used").set_function(lambda: view().num_used_blocks)
+        blocks.labels("cached").set_function(lambda: view().num_cached_blocks)
+        self._hits.labels("device")
+        self._compat = _Compat(self.registry, view, self._hour) if compat else None
+
+    def observe(self, report: StepReport, now: float) -> None:
+        """Take in one step."""
+        for admitted in report.admitted:
+            self._admit(admitted, now)
+        for seconds in report.ttfts_s:
+            self._ttft.observe(seconds)
+        for seconds in report.token_gaps_s:
+            self._inter_token.observe(seconds)
+        if report.num_preemptions:
+            self._preemptions.inc(report.num_preemptions)
+        for event in report.events.events if report.events else ():
+            if isinstance(event, Removed):
+                self._evictions.labels(event.reason.name.lower()).inc(len(event.keys))
+                self._num_evicted += len(event.keys)
+        if self._compat is not None:
+            self._compat.observe(report)
+
+    def hit_rates(self, now: float) -> HitRates:
+        """The hit rates as of ``now``, on the clock of ``observe``."""
+        steady = self._steady_hits / self._steady_tokens if self._steady_tokens else 0.0
+        return HitRates(
+            last_minute=self._minute.rate(now),
+            last_hour=self._hour.rate(now),
+            steady=steady,
+            verdict=self._verdict() if self._steady_tokens and steady < LOW_HIT_RATE else "",
+        )
+
+    def serve(self, port: int, host: str = "127.0.0.1") -> tuple[int, Callable[[], None]]:
+        """Answer ``/metrics`` on ``port`` (0: any); the port and how to stop. ``OSError`` when it is taken."""
+        server, thread = start_http_server(port, addr=host, registry=self.registry)
+
+        def stop() -> None:
+            server.shutdown()
+            server.server_close()
+            thread.join()
+
+        return int(server.server_port), stop
+
+    def _admit(self, admitted: Admitted, now: float) -> None:
+        if admitted.synthetic:
+            self._synthetic.inc(admitted.num_prompt_tokens)
+            return
+        self._queue.observe(admitted.queue_s)
+        num_tokens, num_hits = admitted.num_prompt_tokens, admitted.num_cached_tokens
+        self._queries.inc(num_tokens)
+        self._hits.labels("device").inc(num_hits)
+        speed = self._view().prefill_tokens_per_s
+        if speed:
+            self._saved.inc(num_hits / speed)
+        self._minute.add(num_tokens, num_hits, now)
+        self._hour.add(num_tokens, num_hits, now)
+        if now - self._started_s >= SETTLING_S:
+            self._steady_tokens += num_tokens
+            self._steady_hits += num_hits
+            self._num_prompts += 1
+            self._num_first_block_misses += num_hits == 0
+
+    def _verdict(self) -> str:
+        prompts = f"{self._num_first_block_misses} of {self._num_prompts} prompts found not even their first block"
+        if not self._num_evicted:
+            return f"prompts do not match what was seen before: {prompts}, and nothing was evicted"
+        return f"{prompts}; {self._num_evicted} blocks were evicted: a larger pool (--kv-blocks) may help"
+
+    def _counter(self, name: str, text: str, *labels: str) -> Counter:
+        return Counter(f"warmfront_worker_{name}", text, labels, registry=self.registry)
+
+    def _histogram(self, name: str, text: str, buckets: tuple[float, ...]) -> Histogram:
+        return Histogram(f"warmfront_worker_{name}", text, buckets=buckets, registry=self.registry)
+
+
+class _Compat:
+    """The same figures under the names of vLLM and SGLang, for dashboards that know those."""
+
+    def __init__(self, registry: CollectorRegistry, view: Callable[[], EngineSnapshot], hour: HitWindow) -> None:
+        def counter(name: str, text: str) -> Counter:
+            return Counter(name, text, registry=registry)
+
+        self._queries = counter("vllm:prefix_cache_queries", "Prompt tokens looked up.")
+        self._hits = counter("vllm:prefix_cache_hits", "Prompt tokens not computed.")
+        self._prompt = counter("vllm:prompt_tokens", "Prompt tokens.")
+        self._cached = counter("vllm:prompt_tokens_cached", "Prompt tokens not computed.")
+        self._preemptions = counter("vllm:num_preemptions", "Preemptions.")
+        self._ttft = Histogram("vllm:time_to_first_token_seconds", "TTFT.", buckets=_TTFT_BUCKETS, registry=registry)
+        self._inter_token = Histogram(
+            "vllm:inter_token_latency_seconds", "Between tokens.", buckets=_TOKEN_BUCKETS, registry=registry
+        )
+        self._num_queries = self._num_hits = 0
+
+        def usage() -> float:
+            return view().num_used_blocks / max(1, view().num_blocks)
+
+        def hit_rate() -> float:
+            return self._num_hits / self._num_queries if self._num_queries else 0.0
+
+        for name, value in (
+            ("vllm:kv_cache_usage_perc", usage),
+            ("vllm:gpu_cache_usage_perc", usage),
+            ("vllm:num_requests_running", lambda: view().running),
+            ("vllm:num_requests_waiting", lambda: view().waiting),
+            ("sglang:cache_hit_rate", hit_rate),
+            ("sglang:token_usage", usage),
+        ):
+            Gauge(name, f"{name}, as there.", registry=registry).set_function(value)
+
+    def observe(self, report: StepReport) -> None:
+        for one in report.admitted:
+            if not one.synthetic:
+                self._num_queries += one.num_prompt_tokens
+                self._num_hits += one.num_cached_tokens
+                for counter in (self._queries, self._prompt):
+                    counter.inc(one.num_prompt_tokens)
+                for counter in (self._hits, self._cached):
+                    counter.inc(one.num_cached_tokens)
+        self._preemptions.inc(report.num_preemptions)
+        for seconds in report.ttfts_s:
+            self._ttft.observe(seconds)
+        for seconds in report.token_gaps_s:
+            self._inter_token.observe(seconds)

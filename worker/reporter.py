@@ -1,0 +1,319 @@
+"""What this worker tells the fleet through Redis: contract, lease, cache events, snapshots.
+
+One task talks to Redis over one client, so that everything arrives in order. When Redis is away nothing here fails:
+events wait in a bounded queue, and a new snapshot follows as soon as it is back, whether it kept its data or lost it.
+
+Keys, prefix ``wf:{<fleet>}:``, all with a time to live that the heartbeat renews:
+
+    contract              protobuf Contract, set by the first of the fleet, compared by everyone
+    replicas              sorted set: replica id -> last heartbeat, milliseconds of Redis' clock
+    replica:<id>          protobuf ReplicaLease
+    events:<id>:<gen>     stream: one entry per batch, id <last seq>-0, field b = cache.events batch
+    snapshot:<id>:<gen>   cache.events snapshot
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import random
+import time
+from collections import deque
+from collections.abc import Callable
+from concurrent.futures import Future
+
+from redis import asyncio as aioredis
+from redis.asyncio.client import Pipeline
+from redis.asyncio.retry import Retry
+from redis.backoff import NoBackoff
+from redis.exceptions import RedisError, ResponseError, WatchError
+from warmfront_pb.v1 import common_pb2
+
+from cache.events import EventBatch, Snapshot, encode_batch, encode_snapshot
+from worker.engine import EngineStoppedError
+
+logger = logging.getLogger(__name__)
+
+STREAM_LENGTH = 4096  # batches kept at least
+MAX_QUEUED_BATCHES = 4096  # while Redis is away; beyond it a snapshot says it all
+_KEPT_LEASES = 10  # contract, stream and snapshot outlive a heartbeat by so many leases
+_MAX_BACKOFF_S = 2.0
+_REDIS_TIMEOUT_S = 5.0
+
+
+class RegistryError(Exception):
+    """Redis cannot be used: wrong URL, nobody there, or no permission."""
+
+
+class ContractMismatchError(Exception):
+    """This worker differs from the fleet it wants to join; the message names every field."""
+
+
+class FencedError(Exception):
+    """A newer boot holds this replica's id: this one must stop serving."""
+
+
+class Reporter:
+    """Keeps one replica's entries in Redis true. ``run`` does the work until it is cancelled.
+
+    ``lease`` makes the lease for a heartbeat's number, ``put`` takes event batches, and ``take_snapshot``, once set,
+    gives the cache's content. All from the event loop.
+    """
+
+    def __init__(
+        self,
+        redis_url: str,
+        *,
+        fleet: str,
+        replica_id: str,
+        generation: str,
+        heartbeat_s: float,
+        lease_s: float,
+        lease: Callable[[int], common_pb2.ReplicaLease],
+        stream_length: int = STREAM_LENGTH,
+    ) -> None:
+        try:
+            self._redis = aioredis.from_url(
+                redis_url,
+                retry=Retry(NoBackoff(), 0),
+                socket_timeout=_REDIS_TIMEOUT_S,
+                socket_connect_timeout=_REDIS_TIMEOUT_S,
+            )
+        except ValueError as error:
+            raise RegistryError(f"--redis: {error}") from error
+        prefix = f"wf:{{{fleet}}}:"
+        self._fleet = fleet
+        self._replica_id = replica_id
+        self._generation = generation
+        self._heartbeat_s = heartbeat_s
+        self._lease_ms = round(lease_s * 1000)
+        self._lease = lease
+        self._stream_length = stream_length
+        self._prefix = prefix
+        self._contract_key = f"{prefix}contract"
+        self._replicas_key = f"{prefix}replicas"
+        self._lease_key = f"{prefix}replica:{replica_id}"
+        self._stream_key = f"{prefix}events:{replica_id}:{generation}"
+        self._snapshot_key = f"{prefix}snapshot:{replica_id}:{generation}"
+        self._contract: common_pb2.Contract | None = None
+        self._queue: deque[EventBatch] = deque()
+        self._wake = asyncio.Event()
+        self._next_beat_s = 0.0
+        self._num_beats = 0
+        self._num_since_snapshot = 0
+        self._has_stream = False
+        self._needs_snapshot = True
+        self._fetching: asyncio.Future[Snapshot] | None = None
+        self.take_snapshot: Callable[[], Future[Snapshot]] | None = None
+        self.is_connected = False
+
+    async def connect(self) -> None:
+        """See that Redis answers. Raises ``RegistryError``."""
+        try:
+            await self._redis.ping()
+        except (RedisError, OSError) as error:
+            raise RegistryError(f"--redis: cannot use Redis at {self._where()}: {error}") from error
+        self.is_connected = True
+
+    async def join(self, contract: common_pb2.Contract) -> None:
+        """Agree with the fleet, or set its contract. Raises ``ContractMismatchError`` or ``RegistryError``."""
+        try:
+            await self._agree(contract)
+        except (RedisError, OSError) as error:
+            raise RegistryError(f"--redis: lost Redis at {self._where()} while joining: {error}") from error
+        self._contract = contract
+
+    def put(self, batch: EventBatch) -> None:
+        """Send these events. When too many wait they are dropped, and a snapshot will take their place."""
+        if len(self._queue) >= MAX_QUEUED_BATCHES:
+            self._queue.clear()
+            self._needs_snapshot = True
+        self._queue.append(batch)
+        self._wake.set()
+
+    def touch(self) -> None:
+        """Rewrite the lease now: the state has changed."""
+        self._next_beat_s = 0.0
+        self._wake.set()
+
+    async def run(self) -> None:
+        """Heartbeats, events and snapshots, for ever. Raises ``FencedError`` or ``ContractMismatchError``."""
+        failures = 0
+        while True:
+            try:
+                await self._turn()
+            except (RedisError, OSError) as error:
+                if not failures:
+                    logger.warning("redis=away error=%r queued_batches=%d", str(error), len(self._queue))
+                failures += 1
+                self.is_connected = False
+                self._needs_snapshot = True
+                await asyncio.sleep(min(_MAX_BACKOFF_S, 0.05 * 2 ** min(failures, 6)) * random.uniform(0.5, 1.0))
+                continue
+            if failures:
+                logger.info("redis=back attempts=%d", failures)
+                failures = 0
+            self.is_connected = True
+            await self._pause()
+
+    async def leave(self) -> None:
+        """Remove everything of this boot from Redis. A lease that a newer boot has taken over stays."""
+        try:
+            async with asyncio.timeout(_REDIS_TIMEOUT_S):
+                await self._change_lease(self._remove)
+        except (RedisError, OSError, FencedError) as error:
+            logger.warning("left=false error=%r: the entries in Redis will expire", str(error))
+
+    async def close(self) -> None:
+        """Close the connection."""
+        with contextlib.suppress(RedisError, OSError):
+            await self._redis.aclose()
+
+    # One turn
+
+    async def _turn(self) -> None:
+        now = time.monotonic()
+        if now >= self._next_beat_s:
+            await self._beat()
+            self._next_beat_s = now + self._heartbeat_s
+        if self._needs_snapshot or self._num_since_snapshot >= self._stream_length // 2:
+            await self._renew_snapshot()
+        if self._queue:
+            await self._send()
+
+    async def _pause(self) -> None:
+        """Until there is something to send, or it is time for a heartbeat."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(max(0.0, self._next_beat_s - time.monotonic())):
+                await self._wake.wait()
+        self._wake.clear()
+
+    async def _beat(self) -> None:
+        """Write the lease, renew what goes with it, and notice what is missing."""
+        self._num_beats += 1
+        has_contract, has_stream, has_snapshot = await self._change_lease(self._write)
+        if self._contract is not None and not has_contract:
+            logger.warning("redis=emptied: writing contract and snapshot again")
+            await self._agree(self._contract)
+            self._needs_snapshot = True
+        if self._has_stream and not has_stream:
+            self._has_stream = False
+            self._needs_snapshot = True
+        if not has_snapshot:
+            self._needs_snapshot = True
+
+    async def _change_lease(self, change: Callable[[Pipeline, int], None]) -> list[bool]:
+        """Apply ``change`` unless a newer boot holds this id (``FencedError``); the last three answers as truths."""
+        while True:
+            async with self._redis.pipeline(transaction=True) as pipe:
+                await pipe.watch(self._lease_key)
+                holder = _generation(await pipe.get(self._lease_key))
+                seconds, microseconds = await pipe.time()
+                if holder > self._generation:
+                    raise FencedError(
+                        f"replica id {self._replica_id} of fleet {self._fleet} is held by the newer boot {holder}; "
+                        f"this one, {self._generation}, stops"
+                    )
+                pipe.multi()  # type: ignore[no-untyped-call]
+                change(pipe, seconds * 1000 + microseconds // 1000)
+                if holder and holder != self._generation:  # what an older boot has left
+                    old = f"{self._replica_id}:{holder}"
+                    pipe.delete(f"{self._prefix}events:{old}", f"{self._prefix}snapshot:{old}")
+                for key in (self._contract_key, self._stream_key, self._snapshot_key):
+                    pipe.pexpire(key, _KEPT_LEASES * self._lease_ms)
+                try:
+                    return [bool(answer) for answer in (await pipe.execute())[-3:]]
+                except WatchError:  # somebody else wrote the lease just now: look again
+                    continue
+
+    def _write(self, pipe: Pipeline, now_ms: int) -> None:
+        pipe.set(self._lease_key, self._lease(self._num_beats).SerializeToString(), px=self._lease_ms)
+        pipe.zadd(self._replicas_key, {self._replica_id: now_ms})
+        pipe.zremrangebyscore(self._replicas_key, "-inf", now_ms - _KEPT_LEASES * self._lease_ms)
+
+    def _remove(self, pipe: Pipeline, now_ms: int) -> None:
+        pipe.delete(self._lease_key, self._stream_key, self._snapshot_key)
+        pipe.zrem(self._replicas_key, self._replica_id)
+
+    async def _agree(self, contract: common_pb2.Contract) -> None:
+        ours = contract.SerializeToString(deterministic=True)
+        ttl_ms = _KEPT_LEASES * self._lease_ms
+        while not await self._redis.set(self._contract_key, ours, px=ttl_ms, nx=True):
+            theirs = await self._redis.get(self._contract_key)
+            if theirs is None:  # it ran out between the two
+                continue
+            differences = contract_differences(contract, common_pb2.Contract.FromString(_binary(theirs)))
+            if not differences:
+                return
+            raise ContractMismatchError(
+                f"this worker cannot join fleet {self._fleet}: {'; '.join(differences)}. Set what differs as the fleet "
+                f"has it, or name another --fleet; a fleet without living workers is forgotten after {ttl_ms / 1000:g}s"
+            )
+
+    async def _renew_snapshot(self) -> None:
+        """Ask the engine for the cache's content, or write it once it has come. Heartbeats go on meanwhile."""
+        if self.take_snapshot is None:
+            return
+        if self._fetching is None:
+            with contextlib.suppress(EngineStoppedError):  # then this replica is about to leave
+                self._fetching = asyncio.wrap_future(self.take_snapshot())
+                self._fetching.add_done_callback(lambda _: self._wake.set())
+        if self._fetching is None or not self._fetching.done():
+            return
+        fetched, self._fetching = self._fetching, None
+        snapshot = fetched.result()
+        self._needs_snapshot = False
+        self._num_since_snapshot = 0
+        await self._redis.set(self._snapshot_key, encode_snapshot(snapshot), px=_KEPT_LEASES * self._lease_ms)
+
+    async def _send(self) -> None:
+        """Add what waits to the stream, in one round trip."""
+        batches = list(self._queue)
+        pipe = self._redis.pipeline(transaction=False)
+        for batch in batches:
+            pipe.xadd(
+                self._stream_key,
+                {"b": encode_batch(batch)},
+                id=f"{batch.last_seq}-0",
+                maxlen=self._stream_length,
+                approximate=True,
+            )
+        if not self._has_stream:
+            pipe.pexpire(self._stream_key, _KEPT_LEASES * self._lease_ms)
+        answers = await pipe.execute(raise_on_error=False)
+        for answer in answers:
+            # A batch sent just before the connection broke is there already; the snapshot to come covers the rest.
+            if isinstance(answer, Exception) and "equal or smaller" not in str(answer):
+                raise answer if isinstance(answer, RedisError) else ResponseError(str(answer))
+        while self._queue and self._queue[0].last_seq <= batches[-1].last_seq:
+            self._queue.popleft()
+        self._has_stream = True
+        self._num_since_snapshot += len(batches)
+
+    def _where(self) -> str:
+        settings = self._redis.connection_pool.connection_kwargs
+        return f"{settings.get('host', 'localhost')}:{settings.get('port', 6379)}"
+
+
+def contract_differences(ours: common_pb2.Contract, theirs: common_pb2.Contract) -> list[str]:
+    """Each field in which two contracts differ, with both values."""
+    differences = []
+    for field in common_pb2.Contract.DESCRIPTOR.fields:
+        here, there = getattr(ours, field.name), getattr(theirs, field.name)
+        if here != there:
+            differences.append(f"{field.name} is {here} here and {there} in the fleet")
+    same_scheme = ours.hash_algorithm == theirs.hash_algorithm and ours.block_size == theirs.block_size
+    if ours.hash_scheme != theirs.hash_scheme and same_scheme:
+        differences.append("the hash seed differs (WARMFRONT_HASH_SEED or --prefix-caching-hash-seed-file)")
+    return differences
+
+
+def _generation(lease: bytes | str | None) -> str:
+    """Of a stored lease; sorts before every other where there is none."""
+    return common_pb2.ReplicaLease.FromString(_binary(lease)).generation if lease else ""
+
+
+def _binary(value: bytes | str) -> bytes:
+    assert isinstance(value, bytes), "the client does not decode"
+    return value

@@ -1,0 +1,342 @@
+"""The Worker gRPC service: what routers may ask of this replica.
+
+Every call but health carries the fleet's token. Errors become status codes in one table. A request's pieces arrive
+from the engine once per step; whatever has gathered for one choice when its turn to be written comes goes out as one
+message, so a slow reader costs messages and not tokens.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+import logging
+import math
+import time
+from collections.abc import Awaitable, Callable, Iterable
+from typing import Any
+
+import grpc
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from grpc_health.v1.health import aio as health_aio
+from warmfront_pb.v1 import common_pb2, inference_pb2, worker_pb2, worker_pb2_grpc
+
+from worker.batch import TokenLogprobs
+from worker.detokenizer import TokenTable
+from worker.engine import CacheInUseError, Ending, Engine, EngineStoppedError, Failure, Piece, Request
+from worker.intake import InvalidRequestError, UnsupportedError, read_request
+from worker.metrics import WorkerMetrics
+from worker.replica import Replica
+from worker.scheduler import QueueFullError
+
+logger = logging.getLogger(__name__)
+
+MAX_MESSAGE_BYTES = 64 << 20  # 16 M token ids; a large tokenizer.json on the way out
+MAX_OUTPUT_KEYS = 512  # trailing metadata must stay under gRPC's 8 KiB
+
+SERVER_OPTIONS = (
+    ("grpc.so_reuseport", 0),  # two workers on one port would answer each other's requests
+    ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
+    ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
+    ("grpc.keepalive_time_ms", 20_000),
+    ("grpc.keepalive_timeout_ms", 10_000),
+    ("grpc.keepalive_permit_without_calls", 1),
+    ("grpc.http2.min_ping_interval_without_data_ms", 5_000),
+    ("grpc.http2.max_ping_strikes", 0),
+)
+
+
+class NotReadyError(Exception):
+    """This replica takes no such request in its state. Another one may."""
+
+
+class WrongGenerationError(Exception):
+    """The caller means another boot of this replica."""
+
+
+class RequestFailedError(Exception):
+    """The engine ended a request without its whole answer."""
+
+    def __init__(self, failure: Failure, detail: str) -> None:
+        super().__init__(f"{failure.value}: {detail}" if detail else failure.value)
+        self.failure = failure
+
+
+_STATUS: dict[type[Exception], grpc.StatusCode] = {
+    InvalidRequestError: grpc.StatusCode.INVALID_ARGUMENT,
+    UnsupportedError: grpc.StatusCode.UNIMPLEMENTED,
+    QueueFullError: grpc.StatusCode.RESOURCE_EXHAUSTED,
+    NotReadyError: grpc.StatusCode.UNAVAILABLE,
+    EngineStoppedError: grpc.StatusCode.UNAVAILABLE,
+    WrongGenerationError: grpc.StatusCode.FAILED_PRECONDITION,
+    CacheInUseError: grpc.StatusCode.FAILED_PRECONDITION,
+}
+_FAILURE_STATUS = {
+    Failure.DEADLINE: grpc.StatusCode.DEADLINE_EXCEEDED,
+    Failure.POISONED: grpc.StatusCode.INTERNAL,
+    Failure.STOPPED: grpc.StatusCode.UNAVAILABLE,
+}
+
+
+def status_of(error: Exception) -> grpc.StatusCode:
+    """The status code of an error that a handler may raise."""
+    return _FAILURE_STATUS[error.failure] if isinstance(error, RequestFailedError) else _STATUS[type(error)]
+
+
+Context = grpc.aio.ServicerContext[Any, Any]
+_EXPECTED: tuple[type[Exception], ...] = (*_STATUS, RequestFailedError)
+
+
+class WorkerService(worker_pb2_grpc.WorkerServicer):
+    """Answers for one replica. ``open`` gives it the engine once the model is loaded."""
+
+    def __init__(self, replica: Replica, drain: Callable[[float | None], None]) -> None:
+        self._replica = replica
+        self._drain = drain
+        self._engine: Engine | None = None
+        self._table: TokenTable | None = None
+        self._metrics: WorkerMetrics | None = None
+        self.num_requests = 0  # being answered
+        self._idle = asyncio.Event()
+        self._idle.set()
+
+    def open(self, engine: Engine, table: TokenTable, metrics: WorkerMetrics) -> None:
+        """From here on requests reach the engine, as far as the replica's state allows."""
+        self._engine, self._table, self._metrics = engine, table, metrics
+
+    async def Generate(self, message: worker_pb2.WorkerGenerateRequest, context: Context) -> None:  # noqa: N802
+        """Stream an answer; see the .proto."""
+        self.num_requests += 1
+        self._idle.clear()
+        try:
+            engine, request = self._accept(message, context)
+            await self._answer(engine, request, context)
+        except _EXPECTED as error:
+            await context.abort(status_of(error), str(error))
+        finally:
+            self.num_requests -= 1
+            if not self.num_requests:
+                self._idle.set()
+
+    async def wait_idle(self) -> None:
+        """Until no request is being answered."""
+        await self._idle.wait()
+
+    async def GetModel(  # noqa: N802
+        self, message: worker_pb2.GetModelRequest, context: Context
+    ) -> worker_pb2.GetModelResponse:
+        """Tokenizer, template and limits; see the .proto."""
+        if self._replica.card is None:
+            await context.abort(grpc.StatusCode.UNAVAILABLE, "the model is still loading")
+        return self._replica.model_response()
+
+    async def GetReplica(  # noqa: N802
+        self, message: worker_pb2.GetReplicaRequest, context: Context
+    ) -> worker_pb2.GetReplicaResponse:
+        """The lease as it would be written now."""
+        return worker_pb2.GetReplicaResponse(lease=self.lease())
+
+    async def Drain(  # noqa: N802
+        self, message: worker_pb2.DrainWorkerRequest, context: Context
+    ) -> worker_pb2.DrainWorkerResponse:
+        """Stop taking requests; see the .proto."""
+        self._drain(message.deadline_ms / 1000 if message.deadline_ms else None)
+        return worker_pb2.DrainWorkerResponse(running=self.num_requests)
+
+    async def ResetCache(  # noqa: N802
+        self, message: worker_pb2.ResetWorkerCacheRequest, context: Context
+    ) -> worker_pb2.ResetWorkerCacheResponse:
+        """Forget every cached block; see the .proto."""
+        try:
+            if self._engine is None:
+                raise NotReadyError(self._not_ready())
+            blocks = await asyncio.wrap_future(self._engine.reset_cache())
+        except _EXPECTED as error:
+            await context.abort(status_of(error), str(error))
+        return worker_pb2.ResetWorkerCacheResponse(blocks=blocks)
+
+    def lease(self, heartbeat: int = 0) -> common_pb2.ReplicaLease:
+        """The replica's lease with the latest load."""
+        if self._engine is None or self._metrics is None:
+            return self._replica.lease(heartbeat=heartbeat)
+        return self._replica.lease(self._engine.snapshot(), self._metrics.hit_rates(time.monotonic()), heartbeat)
+
+    def _accept(self, message: worker_pb2.WorkerGenerateRequest, context: Context) -> tuple[Engine, Request]:
+        replica = self._replica
+        if message.generation and message.generation != replica.generation:
+            raise WrongGenerationError(
+                f"this is {replica.config.replica_id} of generation {replica.generation}, not {message.generation}"
+            )
+        takes = replica.state == common_pb2.READY or (replica.state == common_pb2.WARMING and message.synthetic)
+        if not takes or self._engine is None or replica.card is None:
+            raise NotReadyError(self._not_ready())
+        remaining_s = context.time_remaining()
+        deadline_s = math.inf if remaining_s is None else time.monotonic() + remaining_s
+        return self._engine, read_request(message, replica.card, deadline_s)
+
+    def _not_ready(self) -> str:
+        reason = f": {self._replica.fault}" if self._replica.fault else ""
+        return f"replica {self._replica.config.replica_id} is {self._replica.state_name}{reason}"
+
+    async def _answer(self, engine: Engine, request: Request, context: Context) -> None:
+        assert self._table is not None
+        mailbox = Mailbox()
+        number = engine.submit(request, mailbox.put)
+        try:
+            while (ending := mailbox.ending) is None or mailbox.pieces:
+                if not mailbox.pieces:
+                    await mailbox.wait()
+                    continue
+                messages = [_message(piece, self._table) for piece in mailbox.take()]
+                if mailbox.ending is not None and mailbox.ending.failure is None:
+                    messages[-1].usage.CopyFrom(_usage(request, mailbox.ending))
+                for message in messages:
+                    await context.write(message)
+        finally:
+            engine.cancel(number)
+        context.set_trailing_metadata(trailing_metadata(ending))
+        if ending.failure is not None:
+            raise RequestFailedError(ending.failure, ending.detail)
+
+
+class Mailbox:
+    """What the engine has said about one request and nobody has written yet, merged by choice."""
+
+    def __init__(self) -> None:
+        self.pieces: dict[int, Piece] = {}
+        self.ending: Ending | None = None
+        self._news = asyncio.Event()
+
+    def put(self, item: Piece | Ending) -> None:
+        """The engine's sink."""
+        if isinstance(item, Ending):
+            self.ending = item
+        elif (waiting := self.pieces.get(item.index)) is None:
+            self.pieces[item.index] = item
+        else:
+            waiting.token_ids += item.token_ids
+            waiting.text += item.text
+            waiting.logprobs += item.logprobs
+            waiting.finish_reason = item.finish_reason
+            waiting.stop_reason = item.stop_reason
+        self._news.set()
+
+    def take(self) -> Iterable[Piece]:
+        """All pieces, in the order of their first tokens."""
+        pieces, self.pieces = self.pieces, {}
+        self._news.clear()
+        return pieces.values()
+
+    async def wait(self) -> None:
+        """Until something is put."""
+        await self._news.wait()
+        self._news.clear()
+
+
+def trailing_metadata(ending: Ending) -> tuple[tuple[str, str | bytes], ...]:
+    """What a router learns when a request that got blocks ends; nothing for one that never did."""
+    if ending.num_cached_tokens is None:
+        return ()
+    entries: list[tuple[str, str | bytes]] = [
+        ("wf-cached-tokens", str(ending.num_cached_tokens)),
+        ("wf-event-seq", str(ending.last_event_seq)),
+    ]
+    if ending.output_keys:
+        keys = ending.output_keys[:MAX_OUTPUT_KEYS]
+        entries.append(("wf-output-keys-bin", b"".join(key.to_bytes(8, "little") for key in keys)))
+    return tuple(entries)
+
+
+def _usage(request: Request, ending: Ending) -> inference_pb2.Usage:
+    prompt_tokens = len(request.token_ids) - request.num_prior_output_tokens
+    return inference_pb2.Usage(
+        prompt_tokens=prompt_tokens,
+        completion_tokens=ending.num_output_tokens,
+        cached_tokens=min(ending.num_cached_tokens or 0, prompt_tokens),
+    )
+
+
+def _message(piece: Piece, table: TokenTable) -> inference_pb2.GenerateResponse:
+    message = inference_pb2.GenerateResponse(
+        index=piece.index,
+        token_ids=b"".join([token_id.to_bytes(4, "little") for token_id in piece.token_ids]),
+        text=piece.text,
+        finish_reason=piece.finish_reason,
+        stop_reason=piece.stop_reason,
+    )
+    if piece.logprobs:
+        message.logprobs.extend(_logprobs(one, table) for one in piece.logprobs)
+    if piece.prompt_logprobs:
+        message.prompt_logprobs.extend(_logprobs(one, table) for one in piece.prompt_logprobs)
+    return message
+
+
+def _logprobs(one: TokenLogprobs, table: TokenTable) -> inference_pb2.Logprobs:
+    return inference_pb2.Logprobs(
+        token_id=one.token_id,
+        logprob=one.logprob,
+        text=table.text_of(one.token_id),
+        utf8=table.bytes_of(one.token_id),
+        top=[
+            inference_pb2.TopLogprob(
+                token_id=token_id, logprob=logprob, text=table.text_of(token_id), utf8=table.bytes_of(token_id)
+            )
+            for token_id, logprob in one.top
+        ],
+    )
+
+
+class TokenGuard(grpc.aio.ServerInterceptor):
+    """Lets in who knows the fleet's token, and anybody who asks for health."""
+
+    def __init__(self, token: str) -> None:
+        self._wanted = f"Bearer {token}".encode()
+
+        async def refuse(request: Any, context: Context) -> None:
+            await context.abort(
+                grpc.StatusCode.UNAUTHENTICATED, "authorization is missing or wrong: send Bearer and the worker token"
+            )
+
+        self._refuse: grpc.RpcMethodHandler[Any, Any] = grpc.unary_unary_rpc_method_handler(refuse)
+
+    async def intercept_service(
+        self,
+        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[grpc.RpcMethodHandler[Any, Any] | None]],
+        handler_call_details: grpc.HandlerCallDetails,
+    ) -> grpc.RpcMethodHandler[Any, Any] | None:
+        """Pass on or refuse one call."""
+        if handler_call_details.method.startswith("/grpc.health.v1.Health/"):
+            return await continuation(handler_call_details)
+        given = dict(handler_call_details.invocation_metadata).get("authorization", "")
+        if not hmac.compare_digest(given.encode() if isinstance(given, str) else given, self._wanted):
+            return self._refuse
+        return await continuation(handler_call_details)
+
+
+class WorkerServer:
+    """The listening server with the service and its health."""
+
+    def __init__(self, service: WorkerService, token: str | None) -> None:
+        self._server = grpc.aio.server(interceptors=[TokenGuard(token)] if token else [], options=SERVER_OPTIONS)
+        self._health = health_aio.HealthServicer()
+        worker_pb2_grpc.add_WorkerServicer_to_server(service, self._server)
+        health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
+
+    async def start(self, host: str, port: int) -> int:
+        """Listen; the port. Raises ``OSError`` when that is not possible."""
+        await self.set_serving(False)
+        try:
+            bound = self._server.add_insecure_port(f"[{host}]:{port}" if ":" in host else f"{host}:{port}")
+        except RuntimeError as error:
+            raise OSError(f"cannot listen on {host}:{port}: {error}") from error
+        await self._server.start()
+        return bound
+
+    async def set_serving(self, serving: bool) -> None:
+        """What the standard health service answers, for the server and for the Worker service."""
+        status = health_pb2.HealthCheckResponse.SERVING if serving else health_pb2.HealthCheckResponse.NOT_SERVING
+        for name in ("", "warmfront.v1.Worker"):
+            await self._health.set(name, status)
+
+    async def stop(self, grace_s: float) -> None:
+        """Refuse new calls, give running ones ``grace_s`` seconds, then cut them."""
+        await self._server.stop(grace_s)
