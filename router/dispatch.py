@@ -162,7 +162,7 @@ class Dispatcher:
             )
             excluded.add(member.replica.id)
             if len(delivered) == num_before:
-                await self._before_retry(failure, route, deadline_s)
+                await self._before_retry(failure, route, excluded, deadline_s)
                 continue
             if _is_whole(delivered[-1]):
                 return  # it died between the last message and the status
@@ -247,13 +247,14 @@ class Dispatcher:
             route.cached_tokens = int(trailing["wf-cached-tokens"])
             self._metrics.prediction_error_tokens.observe(route.matched_tokens - route.cached_tokens)
 
-    async def _before_retry(self, failure: WorkerError, route: Route, deadline_s: float) -> None:
+    async def _before_retry(self, failure: WorkerError, route: Route, excluded: set[str], deadline_s: float) -> None:
         """Wait a moment, or raise where another replica would not help."""
         if failure.status in CLIENT_STATUSES:
             if failure.status == "DEADLINE_EXCEEDED":
                 raise DeadlineError("the request's deadline passed before its first token")
             raise failure.as_router_error()
-        if route.num_retries >= _MAX_RETRIES or len(self._fleet.ready_members) <= route.num_retries + 1:
+        others = {member.replica.id for member in self._fleet.ready_members} - excluded
+        if route.num_retries >= _MAX_RETRIES or not others:
             if failure.status == "RESOURCE_EXHAUSTED":
                 raise OverloadedError(f"all queues are full: {failure.message}", retry_after_s=_RETRY_AFTER_S)
             raise failure.as_router_error()

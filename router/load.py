@@ -14,6 +14,7 @@ from collections import deque
 from collections.abc import Sequence
 
 _SPEED_WEIGHT = 0.03  # of each first token in the learned speed
+_SUGGESTION_S = 0.05  # a suggested speed weighs as much as a first token after so long
 _DEFAULT_SPEED = 2_000.0  # prompt tokens per second, until the replica or experience says better
 _CONFIRM_TIMEOUT_S = 30.0  # pending blocks of an ended request are given up after this
 
@@ -52,7 +53,7 @@ class ReplicaLoad:
     def suggest_speed(self, tokens_per_s: float) -> None:
         """What the replica says of itself counts until the first token has been seen."""
         if not self._service_s and tokens_per_s > 0:
-            self._service_tokens, self._service_s = tokens_per_s, 1.0
+            self._service_tokens, self._service_s = tokens_per_s * _SUGGESTION_S, _SUGGESTION_S
 
     def since_progress_s(self, now: float) -> float:
         """Seconds since the last first token, or since it became busy; 0 when nothing waits."""

@@ -29,3 +29,5 @@ def configure_logging(*, as_json: bool, level: str) -> None:
         formatter.default_time_format = "%Y-%m-%dT%H:%M:%S"
         handler.setFormatter(formatter)
     logging.basicConfig(level=level.upper(), handlers=[handler], force=True)
+    for name in ("uvicorn.access", "uvicorn.error", "asyncio"):
+        logging.getLogger(name).setLevel(logging.WARNING)  # each request has its one line already

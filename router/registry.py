@@ -101,6 +101,7 @@ class Membership:
         self._lease_s = lease_s
         self._online_s = 0.0  # stands still while Redis is away
         self._observed_s: float | None = None
+        self._expired: dict[str, tuple[str, int]] = {}  # replica -> generation and heartbeat of a lease that ran out
 
     def lease_age_s(self, replica: Replica) -> float:
         """Seconds, with Redis answering, since its last new heartbeat."""
@@ -117,12 +118,16 @@ class Membership:
             self._online_s += min(now - self._observed_s, self._lease_s / 2)
         self._observed_s = now
         changes = Changes()
-        for lease in leases:
+        present = {lease.replica: lease for lease in leases}
+        self._expired = {name: last for name, last in self._expired.items() if name in present}
+        for lease in present.values():
             self._take(lease, changes)
         for replica in list(self.replicas.values()):
             lease_s = replica.lease.lease_ms / 1000 or self._lease_s
             if replica.lease.state == common_pb2.GONE or self.lease_age_s(replica) > lease_s:
                 changes.left.append(self.replicas.pop(replica.id))
+                if replica.id in present:
+                    self._expired[replica.id] = (replica.generation, replica.lease.heartbeat)
             else:
                 fault = self._fault_of(replica.lease)
                 if fault and fault != replica.fault:
@@ -133,7 +138,10 @@ class Membership:
     def _take(self, lease: common_pb2.ReplicaLease, changes: Changes) -> None:
         known = self.replicas.get(lease.replica)
         if known is None or lease.generation > known.generation:
-            if lease.state == common_pb2.GONE:
+            if lease.state == common_pb2.GONE or self._expired.get(lease.replica) == (
+                lease.generation,
+                lease.heartbeat,
+            ):
                 return
             if known is not None:
                 changes.left.append(known)

@@ -1,0 +1,127 @@
+"""Charges: taken at the decision, released exactly once; pending blocks leave after the events that tell of them."""
+
+from __future__ import annotations
+
+import random
+from array import array
+
+from router.load import LoadBook, Ticket
+
+
+def test_a_charge_is_released_once_however_often_it_is_closed() -> None:
+    book = LoadBook()
+    ticket = book.charge("w0", 100, [1, 2], now=0)
+    load = book.of("w0")
+    assert (load.in_flight, load.waiting_requests, load.waiting_tokens) == (1, 1, 100)
+    ticket.first_token(1)
+    ticket.first_token(1)
+    assert (load.in_flight, load.waiting_requests, load.waiting_tokens) == (1, 0, 0)
+    ticket.close(2)
+    ticket.close(3)
+    assert (load.in_flight, load.waiting_requests, load.waiting_tokens) == (0, 0, 0)
+    assert not load.pending
+
+
+def test_pending_blocks_count_until_the_index_has_the_request_s_own_events() -> None:
+    book = LoadBook()
+    keys = array("Q", [10, 11, 12, 13])
+    ticket = book.charge("w0", 64, keys[1:], now=0)
+    load = book.of("w0")
+    assert load.depth(keys, 1) == 4
+    assert load.depth(keys, 0) == 0  # the block before them has gone: no gap is bridged
+    ticket.close(1, event_seq=7, output_keys=[14])
+    book.confirm("w0", 6, now=1)
+    assert load.depth(array("Q", [10, 11, 12, 13, 14]), 1) == 5
+    book.confirm("w0", 7, now=1)
+    assert load.depth(keys, 1) == 1
+    assert not load.pending
+
+
+def test_blocks_whose_events_came_first_are_not_pending_at_all() -> None:
+    book = LoadBook()
+    ticket = book.charge("w0", 16, [1], now=0)
+    book.confirm("w0", 9, now=0)
+    ticket.close(1, event_seq=8, output_keys=[2])
+    assert not book.of("w0").pending
+
+
+def test_pending_blocks_die_with_a_request_that_failed() -> None:
+    book = LoadBook()
+    ticket = book.charge("w0", 16, [1], now=0)
+    ticket.close(1)
+    assert not book.of("w0").pending
+
+
+def test_pending_blocks_expire_when_no_event_ever_comes() -> None:
+    book = LoadBook()
+    book.charge("w0", 16, [1], now=0).close(1, event_seq=5)
+    book.confirm("w0", 0, now=20)
+    assert book.of("w0").pending
+    book.confirm("w0", 0, now=40)
+    assert not book.of("w0").pending
+
+
+def test_two_requests_for_one_block_hold_it_until_both_are_through() -> None:
+    book = LoadBook()
+    first = book.charge("w0", 16, [1], now=0)
+    second = book.charge("w0", 0, [1], now=0)
+    first.close(1)
+    assert book.of("w0").pending
+    second.close(1)
+    assert not book.of("w0").pending
+
+
+def test_a_ticket_of_a_generation_that_has_gone_touches_nobody_else() -> None:
+    book = LoadBook()
+    old = book.charge("w0", 100, [1], now=0)
+    book.forget("w0")
+    book.charge("w0", 50, [2], now=1)
+    old.close(2, event_seq=3, output_keys=[9])
+    load = book.of("w0")
+    assert (load.in_flight, load.waiting_tokens, set(load.pending)) == (1, 50, {2})
+
+
+def test_the_speed_is_learned_from_first_tokens() -> None:
+    book = LoadBook()
+    now = 0.0
+    book.of("w0").suggest_speed(100_000)
+    for _ in range(200):
+        ticket = book.charge("w0", 500, (), now)
+        now += 0.5
+        ticket.first_token(now)
+        ticket.close(now)
+    assert 900 < book.of("w0").speed < 1200
+
+
+def test_a_suggested_speed_counts_only_until_something_was_learned() -> None:
+    load = LoadBook().of("w0")
+    load.suggest_speed(500)
+    load.suggest_speed(9_000)
+    assert load.speed == 500
+
+
+def test_no_sequence_of_calls_leaves_anything_charged() -> None:
+    rng = random.Random(5)
+    book = LoadBook()
+    open_tickets: list[Ticket] = []
+    seq = 0
+    for now in range(5_000):
+        action = rng.random()
+        if action < 0.4 or not open_tickets:
+            keys = [rng.randrange(50) for _ in range(rng.randrange(4))]
+            open_tickets.append(book.charge("w0", rng.randrange(100), keys, now))
+        elif action < 0.6:
+            rng.choice(open_tickets).first_token(now)
+        elif action < 0.9:
+            ticket = open_tickets.pop(rng.randrange(len(open_tickets)))
+            seq += 1
+            ticket.close(now, seq if rng.random() < 0.5 else None, [rng.randrange(50)])
+            if rng.random() < 0.1:
+                ticket.close(now)
+        else:
+            book.confirm("w0", seq - rng.randrange(3), now)
+    for ticket in open_tickets:
+        ticket.close(5_000)
+    book.confirm("w0", seq, 5_000)
+    load = book.of("w0")
+    assert (load.in_flight, load.waiting_requests, load.waiting_tokens, load.pending) == (0, 0, 0, {})

@@ -1,0 +1,227 @@
+"""Placement as tables: given what each replica holds and has waiting, who is chosen and at what cost."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+
+import pytest
+
+from router.policy import POLICIES, Ask, Candidate, Decision, choose, marginal_costs
+
+WARMFRONT = "warmfront"
+
+
+def decide(policy: str, num_tokens: int, *candidates: Candidate, ask: Ask | None = None, seed: int = 0) -> Decision:
+    return choose(policy, ask or Ask(num_tokens), candidates, random.Random(seed))
+
+
+def test_the_cost_is_the_sum_of_its_terms() -> None:
+    candidates = [
+        Candidate(
+            "a",
+            matched_tokens=600,
+            waiting_tokens=500,
+            waiting_requests=2,
+            since_progress_s=1.0,
+            speed=100,
+            free_tokens=100,
+            lru_age_s=10,
+        ),
+        Candidate("b", speed=200, lru_age_s=30),
+    ]
+    a, b = marginal_costs(1000, candidates)
+    assert a.wait_s == 500 / 100 - 1.0
+    assert a.miss_s == 4.0
+    assert a.displaced_s == 300 / 100 * (20 / 10)  # mean age 20 over its own 10
+    assert a.total_s == 4.0 + 3 * 4.0 + 2 * 6.0
+    assert (b.wait_s, b.miss_s, b.displaced_s, b.total_s) == (0, 5.0, 0, 5.0)
+
+
+def test_progress_never_makes_a_wait_negative() -> None:
+    (cost,) = marginal_costs(10, [Candidate("a", waiting_tokens=10, waiting_requests=1, since_progress_s=99, speed=10)])
+    assert cost.wait_s == 0
+
+
+def test_an_old_victim_makes_displacement_cheap_and_a_young_one_at_most_four_times_dear() -> None:
+    def displaced(own_age_s: float) -> float:
+        full = Candidate("a", speed=100, free_tokens=0, lru_age_s=own_age_s)
+        other = Candidate("b", lru_age_s=1000.0)
+        return marginal_costs(100, [full, other])[0].displaced_s
+
+    assert displaced(1000.0) == 1.0
+    assert displaced(1.0) == 4.0
+    assert displaced(9000.0) == pytest.approx(5000 / 9000)
+
+
+@pytest.mark.parametrize(
+    ("name", "candidates", "expected"),
+    [
+        ("the warm one, when both are idle", [Candidate("cold"), Candidate("warm", matched_tokens=800)], "warm"),
+        (
+            "an idle cold one rather than a warm one with a long queue",
+            [
+                Candidate("cold", speed=1000),
+                Candidate("warm", matched_tokens=800, waiting_tokens=9000, waiting_requests=3, speed=1000),
+            ],
+            "cold",
+        ),
+        (
+            "the warm one with a short queue, since a repeat costs more than the wait",
+            [
+                Candidate("cold", speed=1000),
+                Candidate("warm", matched_tokens=992, waiting_tokens=300, waiting_requests=1, speed=1000),
+            ],
+            "warm",
+        ),
+        (
+            "of two cold ones the one whose victims are older",
+            [
+                Candidate("young", free_tokens=0, lru_age_s=10),
+                Candidate("old", free_tokens=0, lru_age_s=100),
+            ],
+            "old",
+        ),
+        (
+            "of two idle cold ones the empty one",
+            [Candidate("full", free_tokens=0, lru_age_s=50), Candidate("empty")],
+            "empty",
+        ),
+        (
+            "the idle one with a full cache for a prompt nobody knows, not the busy one with an empty cache",
+            [
+                Candidate("busy", waiting_tokens=20_000, waiting_requests=5, speed=1000),
+                Candidate("idle", free_tokens=0, lru_age_s=50, speed=1000),
+            ],
+            "idle",
+        ),
+        (
+            "the faster one when both miss",
+            [Candidate("slow", speed=100), Candidate("fast", speed=1000)],
+            "fast",
+        ),
+        (
+            "3,000 shared of 17,000 tokens over an idle cold one",
+            [Candidate("cold", speed=1000), Candidate("home", matched_tokens=3000, in_flight=2, speed=1000)],
+            "home",
+        ),
+        ("of equal ones the fewest in flight", [Candidate("a", in_flight=3), Candidate("b", in_flight=2)], "b"),
+    ],
+)
+def test_the_choice_is(name: str, candidates: list[Candidate], expected: str) -> None:
+    num_tokens = 17_000 if "17,000" in name else 1000
+    assert decide(WARMFRONT, num_tokens, *candidates).chosen.replica == expected
+
+
+def test_a_new_replica_is_neither_starved_nor_flooded() -> None:
+    """Three full replicas and an empty fourth under a steady load of unique prompts."""
+    counts: Counter[str] = Counter()
+    waiting = dict.fromkeys("abcd", 0)
+    rng = random.Random(1)
+    free = {"a": 0, "b": 0, "c": 0, "d": 20_000}
+    for turn in range(400):
+        candidates = [
+            Candidate(
+                name,
+                waiting_tokens=1000 * waiting[name],
+                waiting_requests=waiting[name],
+                in_flight=waiting[name],
+                speed=1000,
+                free_tokens=max(0, free[name]),
+                lru_age_s=0 if free[name] > 0 else 60,
+            )
+            for name in "abcd"
+        ]
+        chosen = choose(WARMFRONT, Ask(1000), candidates, rng).chosen.replica
+        counts[chosen] += 1
+        waiting[chosen] += 1
+        free[chosen] -= 1000
+        if turn % 2:  # each serves one prompt per four arrivals: the fleet keeps up
+            busy = [name for name in "abcd" if waiting[name]]
+            for name in rng.sample(busy, min(2, len(busy))):
+                waiting[name] -= 1
+    first = counts["d"] / 400
+    assert 0.10 < first < 0.50
+
+
+def test_eight_prompts_in_one_moment_spread_two_each_over_four_slow_replicas() -> None:
+    waiting = dict.fromkeys("abcd", 0)
+    rng = random.Random(3)
+    for _ in range(8):
+        candidates = [
+            Candidate(name, waiting_tokens=1000 * n, waiting_requests=n, in_flight=n, speed=1000)
+            for name, n in waiting.items()
+        ]
+        waiting[choose(WARMFRONT, Ask(1000), candidates, rng).chosen.replica] += 1
+    assert set(waiting.values()) == {2}
+
+
+def test_ties_are_broken_evenly_and_by_the_seed_alone() -> None:
+    idle = [Candidate(name) for name in "abcd"]
+    rng = random.Random(0)
+    counts = Counter(choose(WARMFRONT, Ask(8), idle, rng).chosen.replica for _ in range(1000))
+    assert all(200 <= counts[name] <= 300 for name in "abcd")
+    assert decide(WARMFRONT, 8, *idle, seed=4).chosen == decide(WARMFRONT, 8, *idle, seed=4).chosen
+
+
+def test_regret_is_what_the_best_holder_held_more() -> None:
+    decision = decide("random", 100, Candidate("a", matched_tokens=64), Candidate("b", matched_tokens=16), seed=1)
+    assert decision.regret_tokens == 64 - decision.chosen.matched_tokens
+
+
+def test_every_policy_names_itself_and_chooses_somebody() -> None:
+    for name in POLICIES:
+        decision = decide(name, 100, Candidate("a"), Candidate("b"), ask=Ask(100, "s", True, 3))
+        assert decision.policy == name
+        assert decision.chosen.replica in "ab"
+
+
+def test_round_robin_goes_round_whatever_the_order_of_the_candidates() -> None:
+    order = [
+        decide("round_robin", 1, *candidates, ask=Ask(1, turn=turn)).chosen.replica
+        for turn, candidates in enumerate([[Candidate("a"), Candidate("b")], [Candidate("b"), Candidate("a")]] * 2)
+    ]
+    assert order == ["a", "b", "a", "b"]
+
+
+def test_a_session_stays_home_and_most_sessions_stay_when_a_replica_joins() -> None:
+    homes = {}
+    for count in (4, 5):
+        candidates = [Candidate(f"w{number}") for number in range(count)]
+        homes[count] = [
+            decide("session", 1, *candidates, ask=Ask(1, f"s{number}", True)).chosen.replica for number in range(500)
+        ]
+    moved = sum(old != new for old, new in zip(homes[4], homes[5], strict=True))
+    assert 50 < moved < 150  # a fifth, all of them to the new one
+    assert all(new in (old, "w4") for old, new in zip(homes[4], homes[5], strict=True))
+
+
+def test_bounded_hashing_never_puts_more_on_one_replica_than_its_bound() -> None:
+    """200 replicas, 60 in flight, a quarter of them with one prefix: the bound has a floor, nobody gets it all."""
+    in_flight = {f"w{number}": 0 for number in range(200)}
+    rng = random.Random(0)
+    for number in range(60):
+        affinity = "hot" if number % 4 == 0 else f"p{number}"
+        candidates = [Candidate(name, in_flight=count) for name, count in in_flight.items()]
+        in_flight[choose("consistent_hash", Ask(1, affinity), candidates, rng).chosen.replica] += 1
+    assert max(in_flight.values()) <= 3
+
+
+def test_bounded_hashing_spreads_prefixes_while_replicas_come_and_go() -> None:
+    names = [f"w{number}" for number in range(10)]
+    for gone in (set(), {"w1", "w5", "w9"}, {"w0"}):
+        counts: Counter[str] = Counter()
+        rng = random.Random(0)
+        for number in range(500):
+            candidates = [Candidate(name, in_flight=counts[name]) for name in names if name not in gone]
+            counts[choose("consistent_hash", Ask(1, f"p{number}"), candidates, rng).chosen.replica] += 1
+        mean = 500 / (10 - len(gone))
+        assert max(counts.values()) / mean <= 1.26
+
+
+def test_longest_prefix_takes_the_holder_and_least_load_the_idle_one() -> None:
+    holder = Candidate("holder", matched_tokens=64, waiting_tokens=500, waiting_requests=1, in_flight=1)
+    idle = Candidate("idle")
+    assert decide("longest_prefix", 100, holder, idle).chosen.replica == "holder"
+    assert decide("least_load", 100, holder, idle).chosen.replica == "idle"
+    assert decide("predicted_ttft", 100, holder, idle).chosen.replica == "idle"
