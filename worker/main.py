@@ -273,11 +273,10 @@ class Worker:
             if num_cut:
                 logger.warning("replica=%s cut=%d requests at the drain deadline", self._config.replica_id, num_cut)
         self.replica.state = common_pb2.GONE
-        if reporting is not None:
-            reporting.cancel()
-            await asyncio.wait([reporting])
         if self._reporter is not None:
             if reporting is not None:
+                self._reporter.stop()
+                await asyncio.wait([reporting])
                 await self._reporter.leave()
             await self._reporter.close()
         await self._server.stop(_CUT_GRACE_S)

@@ -55,7 +55,7 @@ class FencedError(Exception):
 
 
 class Reporter:
-    """Keeps one replica's entries in Redis true. ``run`` does the work until it is cancelled.
+    """Keeps one replica's entries in Redis true. ``run`` does the work until ``stop``.
 
     ``lease`` makes the lease for a heartbeat's number, ``put`` takes event batches, and ``take_snapshot``, once set,
     gives the cache's content. All from the event loop.
@@ -103,6 +103,7 @@ class Reporter:
         self._num_beats = 0
         self._num_since_snapshot = 0
         self._has_stream = False
+        self._stopping = False
         self._needs_snapshot = True
         self._fetching: asyncio.Future[Snapshot] | None = None
         self.take_snapshot: Callable[[], Future[Snapshot]] | None = None
@@ -138,9 +139,9 @@ class Reporter:
         self._wake.set()
 
     async def run(self) -> None:
-        """Heartbeats, events and snapshots, for ever. Raises ``FencedError`` or ``ContractMismatchError``."""
+        """Heartbeats, events and snapshots until ``stop``. Raises ``FencedError`` or ``ContractMismatchError``."""
         failures = 0
-        while True:
+        while not self._stopping:
             try:
                 await self._turn()
             except (RedisError, OSError) as error:
@@ -156,6 +157,11 @@ class Reporter:
                 failures = 0
             self.is_connected = True
             await self._pause()
+
+    def stop(self) -> None:
+        """End ``run`` after the turn that it is in. Gentler than cancelling it, which redis-py may swallow."""
+        self._stopping = True
+        self._wake.set()
 
     async def leave(self) -> None:
         """Remove everything of this boot from Redis. A lease that a newer boot has taken over stays."""
