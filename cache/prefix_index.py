@@ -2,6 +2,11 @@
 
 May be stale, is never needed for correctness. It takes each replica's snapshot and the numbered events after it,
 skips what it has seen, and says when something is missing.
+
+All chains of all replicas share one tree. A node is a *run*: keys that follow one another, in one packed array. What
+a replica holds of a run is nearly always its first n blocks, since replicas evict chain ends first: one small number
+per run and replica. Anything else (a gap, a host tier that holds the far end) is a bit mask, so it is exact too. A
+look-up compares a prompt with whole runs, not key by key. Branches hang at positions of a run, so runs never split.
 """
 
 from __future__ import annotations
@@ -9,9 +14,17 @@ from __future__ import annotations
 from array import array
 from collections.abc import Mapping
 from enum import Enum
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
+import numpy as np
+import numpy.typing as npt
+
+from cache.block_hash import ROOT_KEY
 from cache.events import Cleared, EventBatch, Removed, ReplicaId, Snapshot, Stored, Tier
+from cache.key_table import ABSENT, KeyTable
+
+Held: TypeAlias = int
+"""Which blocks of a run are held: n >= 0 for its first n, and ~mask, below 0, for any other set."""
 
 
 class Depths(NamedTuple):
@@ -31,100 +44,98 @@ class Outcome(Enum):
     """Something before it is missing: nothing was applied, load a snapshot."""
 
 
+class _Run:
+    """Keys in chain order, hanging at ``position`` of ``parent`` (None: at the root, or at a key not known yet)."""
+
+    __slots__ = ("branches", "held", "keys", "number", "parent", "parent_key", "position", "used")
+
+    def __init__(self, number: int, keys: array[int], parent: _Run | None, position: int, parent_key: int) -> None:
+        self.number = number
+        self.keys = keys
+        self.parent = parent
+        self.position = position
+        self.parent_key = parent_key
+        self.branches: dict[int, _Run] | None = None
+        self.held: tuple[dict[ReplicaId, Held], dict[ReplicaId, Held]] = ({}, {})
+        self.used = 0
+
+
 class _Replica:
-    __slots__ = ("generation", "keys", "num_bad_events", "seq")
+    __slots__ = ("generation", "is_complete", "num_bad_events", "num_blocks", "runs", "seq")
 
     def __init__(self, generation: str, seq: int) -> None:
         self.generation = generation
         self.seq = seq
-        self.keys: dict[int, int] = {}
+        self.num_blocks = [0, 0]
         self.num_bad_events = 0
+        self.is_complete = True
+        self.runs: set[_Run] = set()
 
 
 _MAX_REMEMBERED_DROPS = 4096
+_POSITION_BITS = 32
+_POSITION_MASK = (1 << _POSITION_BITS) - 1
+_NONE: Mapping[ReplicaId, Depths] = {}
 
 
 class PrefixIndex:
-    """Which replica holds which blocks, by tier. One thread owns it."""
+    """Which replica holds which blocks, by tier. One thread owns it.
 
-    def __init__(self) -> None:
+    ``max_blocks`` bounds the different blocks known: beyond it the runs unused for longest are forgotten.
+    """
+
+    def __init__(self, max_blocks: int = 16_000_000) -> None:
+        self.max_blocks = max_blocks
         self._replicas: dict[ReplicaId, _Replica] = {}
         self._dropped: dict[ReplicaId, str] = {}
+        self._roots: dict[int, _Run] = {}
+        self._orphans: dict[int, dict[int, _Run]] = {}
+        self._runs: list[_Run | None] = []
+        self._free_numbers: list[int] = []
+        self._places = KeyTable()
+        self._num_host_blocks = 0
+        self._tick = 0
+
+    # Looking
 
     def match(self, keys: array[int]) -> Mapping[ReplicaId, Depths]:
         """Leading blocks of ``keys`` each replica holds; replicas that hold none are absent."""
+        run = self._roots.get(keys[0]) if keys else None
+        if run is None:
+            return _NONE
+        self._tick += 1
+        query = np.frombuffer(keys, dtype=np.uint64)
+        device: dict[ReplicaId, int] = {}
+        total: dict[ReplicaId, int] = device if not self._num_host_blocks else {}
+        start = 0
+        while run is not None:
+            run.used = self._tick
+            num_same = _num_same(run.keys, query[start:])
+            reached = _reach(run.held[Tier.DEVICE], device, start, num_same)
+            if total is not device:
+                reached = _reach(_union(run), total, start, num_same)
+            start += num_same
+            if not reached or start == len(keys) or run.branches is None:
+                break
+            branch = run.branches.get(keys[start])
+            run = branch if branch is not None and branch.position == num_same - 1 else None
+        known: dict[int, Depths] = {}
         depths: dict[ReplicaId, Depths] = {}
-        for replica, state in self._replicas.items():
-            held = state.keys
-            total = 0
-            device: int | None = None
-            for key in keys:
-                tiers = held.get(key, 0)
-                if not tiers:
-                    break
-                if device is None and not tiers & 1 << Tier.DEVICE:
-                    device = total
-                total += 1
-            if total:
-                depths[replica] = Depths(total if device is None else device, total)
+        for replica, count in total.items():
+            on_device = count if total is device else device.get(replica, 0)
+            if on_device == count:
+                found = known.get(count)
+                if found is None:
+                    found = known[count] = Depths(count, count)
+                depths[replica] = found
+            else:
+                depths[replica] = Depths(on_device, count)
         return depths
 
-    def load(self, replica: ReplicaId, snapshot: Snapshot) -> None:
-        """Replace all that is known of a replica. A snapshot older than what stands here is ignored."""
-        known = self._replicas.get(replica)
-        if known and (snapshot.generation, snapshot.seq) < (known.generation, known.seq):
-            return
-        state = self._replicas[replica] = _Replica(snapshot.generation, snapshot.seq)
-        self._dropped.pop(replica, None)
-        for run in snapshot.runs:
-            self._store(state, run)
-
-    def apply(self, replica: ReplicaId, batch: EventBatch) -> Outcome:
-        """Apply the events not seen yet.
-
-        Generations sort by age. A batch of an older one, or of one that was dropped, is ``STALE``; the first batch
-        (event 1) of a new one replaces what was known; anything else that does not join on is a ``GAP``. One bad
-        event is counted and skipped.
-        """
+    def num_blocks(self, replica: ReplicaId, tier: Tier = Tier.DEVICE) -> int:
+        """Blocks the replica holds in a tier; 0 for one that is not known."""
         state = self._replicas.get(replica)
-        if batch.generation <= self._dropped.get(replica, "") and state is None:
-            return Outcome.STALE
-        if state is None or batch.generation > state.generation:
-            if batch.first_seq != 1:
-                return Outcome.GAP
-            state = self._replicas[replica] = _Replica(batch.generation, 0)
-        elif batch.generation < state.generation or batch.last_seq <= state.seq:
-            return Outcome.STALE
-        elif batch.first_seq > state.seq + 1:
-            return Outcome.GAP
-        for event in batch.events[state.seq + 1 - batch.first_seq :]:
-            if isinstance(event, Stored):
-                self._store(state, event)
-            elif isinstance(event, Removed):
-                self._remove(state, event)
-            elif isinstance(event, Cleared):
-                state.keys.clear()
-            else:
-                state.num_bad_events += 1
-        state.seq = batch.last_seq
-        return Outcome.APPLIED
-
-    def drop(self, replica: ReplicaId) -> None:
-        """The replica has gone: forget it, and let no late event of that generation bring it back.
-
-        ``load`` takes it in again.
-        """
-        state = self._replicas.pop(replica, None)
-        if state is not None:
-            self._dropped.pop(replica, None)
-            self._dropped[replica] = state.generation
-            if len(self._dropped) > _MAX_REMEMBERED_DROPS:
-                del self._dropped[next(iter(self._dropped))]
-
-    def num_blocks(self, replica: ReplicaId) -> int:
-        """Blocks the replica holds in any tier; 0 for one that is not known."""
-        state = self._replicas.get(replica)
-        return len(state.keys) if state else 0
+        return state.num_blocks[tier] if state else 0
 
     def last_seq(self, replica: ReplicaId) -> int:
         """The number of the last event applied; 0 for a replica that is not known."""
@@ -141,24 +152,418 @@ class PrefixIndex:
         state = self._replicas.get(replica)
         return state.num_bad_events if state else 0
 
-    def check_invariants(self) -> None:
-        """Raises ``AssertionError`` when anything here contradicts anything else. For tests."""
-        for state in self._replicas.values():
-            assert all(state.keys.values())
-        assert not self._dropped.keys() & self._replicas.keys()
+    def is_complete(self, replica: ReplicaId) -> bool:
+        """Whether nothing of this replica was forgotten to stay within ``max_blocks``."""
+        state = self._replicas.get(replica)
+        return state.is_complete if state else True
 
-    @staticmethod
-    def _store(state: _Replica, run: Stored) -> None:
-        bit = 1 << run.tier
-        for key in run.keys:
-            state.keys[key] = state.keys.get(key, 0) | bit
+    def replicas(self) -> list[ReplicaId]:
+        """Everyone who is known."""
+        return list(self._replicas)
 
-    @staticmethod
-    def _remove(state: _Replica, event: Removed) -> None:
-        bit = 1 << event.tier
-        for key in event.keys:
-            tiers = state.keys.get(key, 0) & ~bit
-            if tiers:
-                state.keys[key] = tiers
+    def __len__(self) -> int:
+        """Different blocks known, whoever holds them."""
+        return len(self._places)
+
+    # Changing
+
+    def load(self, replica: ReplicaId, snapshot: Snapshot) -> None:
+        """Replace all that is known of a replica. A snapshot older than what stands here is ignored."""
+        known = self._replicas.get(replica)
+        if known is not None:
+            if (snapshot.generation, snapshot.seq) < (known.generation, known.seq):
+                return
+            self._forget_blocks(replica, known)
+        self._dropped.pop(replica, None)
+        state = self._replicas[replica] = _Replica(snapshot.generation, snapshot.seq)
+        for event in snapshot.runs:
+            self._store(replica, state, event)
+        self._stay_within_bound()
+
+    def apply(self, replica: ReplicaId, batch: EventBatch) -> Outcome:
+        """Apply the events not seen yet.
+
+        Generations sort by age. A batch of an older one, or of one that was dropped, is ``STALE``; the first batch
+        (event 1) of a new one replaces what was known; anything else that does not join on is a ``GAP``. One bad
+        event is counted and skipped.
+        """
+        state = self._replicas.get(replica)
+        if state is None and batch.generation <= self._dropped.get(replica, ""):
+            return Outcome.STALE
+        if state is None or batch.generation > state.generation:
+            if batch.first_seq != 1:
+                return Outcome.GAP
+            if state is not None:
+                self._forget_blocks(replica, state)
+            self._dropped.pop(replica, None)
+            state = self._replicas[replica] = _Replica(batch.generation, 0)
+        elif batch.generation < state.generation or batch.last_seq <= state.seq:
+            return Outcome.STALE
+        elif batch.first_seq > state.seq + 1:
+            return Outcome.GAP
+        for event in batch.events[state.seq + 1 - batch.first_seq :]:
+            if isinstance(event, Stored):
+                self._store(replica, state, event)
+            elif isinstance(event, Removed):
+                self._remove(replica, state, event)
+            elif isinstance(event, Cleared):
+                self._forget_blocks(replica, state)
             else:
-                state.keys.pop(key, None)
+                state.num_bad_events += 1
+        state.seq = batch.last_seq
+        self._stay_within_bound()
+        return Outcome.APPLIED
+
+    def drop(self, replica: ReplicaId) -> None:
+        """The replica has gone: forget it, and let no late event of that generation bring it back.
+
+        ``load`` takes it in again.
+        """
+        state = self._replicas.pop(replica, None)
+        if state is None:
+            return
+        self._forget_blocks(replica, state)
+        self._dropped.pop(replica, None)
+        self._dropped[replica] = state.generation
+        if len(self._dropped) > _MAX_REMEMBERED_DROPS:
+            del self._dropped[next(iter(self._dropped))]
+
+    def check_invariants(self) -> None:
+        """Raises ``AssertionError`` when anything here contradicts anything else. Linear; for tests."""
+        runs = [run for run in self._runs if run is not None]
+        assert len(runs) + len(self._free_numbers) == len(self._runs)
+        places = {key: run.number << _POSITION_BITS | position for run in runs for position, key in enumerate(run.keys)}
+        keys, found = self._places.items()
+        assert dict(zip(keys.tolist(), found.tolist(), strict=True)) == places
+        assert len(places) == sum(len(run.keys) for run in runs)
+        counted = {replica: [0, 0] for replica in self._replicas}
+        for run in runs:
+            assert self._runs[run.number] is run
+            assert run.keys
+            assert self._siblings(run)[run.keys[0]] is run
+            if run.parent is not None:
+                assert run.parent.keys[run.position] == run.parent_key
+            assert len(run.keys) == _needed_length(run)
+            for tier, held in enumerate(run.held):
+                for replica, what in held.items():
+                    mask = _mask_of(what)
+                    assert what and mask.bit_length() <= len(run.keys)
+                    assert what > 0 or not _is_front(mask)
+                    assert run in self._replicas[replica].runs
+                    counted[replica][tier] += mask.bit_count()
+        for replica, state in self._replicas.items():
+            assert state.num_blocks == counted[replica]
+            assert all(replica in run.held[0] or replica in run.held[1] for run in state.runs)
+            assert all(self._runs[run.number] is run for run in state.runs)
+        assert self._num_host_blocks == sum(count[Tier.HOST] for count in counted.values())
+        assert not self._dropped.keys() & self._replicas.keys()
+        assert all(self._orphans.values())
+
+    # Inside
+
+    def _store(self, replica: ReplicaId, state: _Replica, event: Stored) -> None:
+        """Walk down from the parent, making the runs that are missing, and mark what is passed as held."""
+        keys = event.keys
+        parent: _Run | None = None
+        position = -1
+        if event.parent != ROOT_KEY:
+            parent, position = self._locate(event.parent)
+        above = event.parent
+        done = 0
+        while done < len(keys):
+            run = parent
+            if run is not None:
+                rest = run.keys[position + 1 :] if position + 1 < len(run.keys) else None
+                if rest is not None and rest[0] == keys[done]:
+                    num_same = _num_same(rest, np.frombuffer(keys, dtype=np.uint64)[done:])
+                    self._hold(replica, state, run, event.tier, position + 1, position + 1 + num_same)
+                    position += num_same
+                    done += num_same
+                    above = keys[done - 1]
+                    continue
+                branch = run.branches.get(keys[done]) if run.branches is not None else None
+                if branch is not None and branch.position != position:
+                    branch = None
+            elif above == ROOT_KEY:
+                branch = self._roots.get(keys[done])
+            else:
+                branch = self._orphans.get(above, {}).get(keys[done])
+            if branch is not None:
+                parent, position = branch, -1
+                continue
+            fresh = keys[done : done + self._num_unknown(keys[done:], above)]
+            if not fresh or self._ends_in_a_circle(run, fresh):
+                # A key that stands after another parent, or twice: the hashes of one scheme cannot do that.
+                state.num_bad_events += 1
+                return
+            parent = self._grow(replica, state, event.tier, run, position, above, fresh)
+            position = len(parent.keys) - 1
+            done += len(fresh)
+            above = fresh[-1]
+
+    def _ends_in_a_circle(self, run: _Run | None, fresh: array[int]) -> bool:
+        """Whether what hangs above ``run`` waits for one of ``fresh``, which no chain of hashes can do."""
+        if run is None or not self._orphans:
+            return False
+        while run.parent is not None:
+            run = run.parent
+        return run.parent_key != ROOT_KEY and run.parent_key in fresh
+
+    def _grow(
+        self,
+        replica: ReplicaId,
+        state: _Replica,
+        tier: Tier,
+        run: _Run | None,
+        position: int,
+        above: int,
+        fresh: array[int],
+    ) -> _Run:
+        """Keys not known before follow ``above``: they lengthen a run that ends there or begin a new one."""
+        if run is not None and position + 1 == len(run.keys):
+            start = len(run.keys)
+            run.keys += fresh
+        else:
+            number = self._free_numbers.pop() if self._free_numbers else len(self._runs)
+            start = 0
+            run = _Run(number, array("Q", fresh), run, position, above)
+            if number == len(self._runs):
+                self._runs.append(run)
+            else:
+                self._runs[number] = run
+            self._siblings(run)[fresh[0]] = run
+        first = run.number << _POSITION_BITS | start
+        packed = np.frombuffer(fresh, dtype=np.uint64)
+        self._places.insert_many(packed, np.arange(first, first + len(fresh)))
+        self._hold(replica, state, run, tier, start, start + len(fresh))
+        if self._orphans:
+            for offset, key in enumerate(fresh, start):
+                for orphan in self._orphans.pop(key, {}).values():
+                    orphan.parent, orphan.position = run, offset
+                    self._siblings(orphan)[orphan.keys[0]] = orphan
+        return run
+
+    def _hold(self, replica: ReplicaId, state: _Replica, run: _Run, tier: Tier, start: int, end: int) -> None:
+        run.used = self._tick
+        held = run.held[tier]
+        before = held.get(replica, 0)
+        if start <= before:  # so the front only gets longer
+            after = max(before, end)
+            num_new = after - before
+        else:
+            mask = _mask_of(before)
+            wider = mask | (1 << end) - (1 << start)
+            after = _held_of(wider)
+            num_new = wider.bit_count() - mask.bit_count()
+        held[replica] = after
+        state.runs.add(run)
+        self._count(state, tier, num_new)
+
+    def _remove(self, replica: ReplicaId, state: _Replica, event: Removed) -> None:
+        places = self._places.find_many(np.frombuffer(event.keys, dtype=np.uint64))
+        places = places[places != ABSENT]
+        numbers = places >> _POSITION_BITS
+        positions = places & _POSITION_MASK
+        if not numbers.size:
+            return
+        ends = [*(np.flatnonzero(numbers[1:] != numbers[:-1]) + 1).tolist(), numbers.size]
+        start = 0
+        for end in ends:
+            run = self._runs[int(numbers[start])]
+            # Removing chain ends may take whole runs away; a later piece of one batch then finds none.
+            if run is not None:
+                self._release(replica, state, run, event.tier, positions[start:end])
+            start = end
+
+    def _release(
+        self, replica: ReplicaId, state: _Replica, run: _Run, tier: Tier, positions: npt.NDArray[np.int64]
+    ) -> None:
+        held = run.held[tier]
+        before = held.get(replica)
+        # An earlier piece of this event may have made the run shorter.
+        positions = positions[positions < len(run.keys)]
+        count = positions.size
+        if before is None or not count:
+            return
+        if before >= count and _is_tail(positions, before):
+            after = before - count
+            num_gone = count
+        else:
+            mask = _mask_of(before)
+            bits = np.zeros(len(run.keys), dtype=np.bool_)
+            bits[positions] = True
+            rest = mask & ~int.from_bytes(np.packbits(bits, bitorder="little").tobytes(), "little")
+            after = _held_of(rest)
+            num_gone = mask.bit_count() - rest.bit_count()
+        self._set_held(replica, state, run, tier, after)
+        self._count(state, tier, -num_gone)
+        self._trim(run)
+
+    def _set_held(self, replica: ReplicaId, state: _Replica, run: _Run, tier: int, what: Held) -> None:
+        if what:
+            run.held[tier][replica] = what
+            return
+        run.held[tier].pop(replica, None)
+        if replica not in run.held[1 - tier]:
+            state.runs.discard(run)
+
+    def _count(self, state: _Replica, tier: int, change: int) -> None:
+        state.num_blocks[tier] += change
+        if tier == Tier.HOST:
+            self._num_host_blocks += change
+
+    def _trim(self, run: _Run) -> None:
+        """Let go of the end of a run that nobody holds and nothing hangs at; of the whole run, then of its parent."""
+        above: _Run | None = run
+        while above is not None:
+            run, above = above, None
+            length = _needed_length(run)
+            if length == len(run.keys):
+                return
+            self._places.delete_many(np.array(run.keys[length:], dtype=np.uint64))
+            if length:
+                del run.keys[length:]
+                return
+            above = run.parent
+            self._unhang(run)
+            self._runs[run.number] = None
+            self._free_numbers.append(run.number)
+            run.keys = array("Q")
+
+    def _unhang(self, run: _Run) -> None:
+        siblings = self._siblings(run)
+        del siblings[run.keys[0]]
+        if run.parent is not None:
+            if not siblings:
+                run.parent.branches = None
+        elif run.parent_key != ROOT_KEY and not siblings:
+            del self._orphans[run.parent_key]
+
+    def _siblings(self, run: _Run) -> dict[int, _Run]:
+        """What hangs where ``run`` hangs or is to hang, by first key."""
+        if run.parent is not None:
+            if run.parent.branches is None:
+                run.parent.branches = {}
+            return run.parent.branches
+        return self._roots if run.parent_key == ROOT_KEY else self._orphans.setdefault(run.parent_key, {})
+
+    def _forget_blocks(self, replica: ReplicaId, state: _Replica) -> None:
+        for run in list(state.runs):
+            for held in run.held:
+                held.pop(replica, None)
+            if run.keys:
+                self._trim(run)
+        self._num_host_blocks -= state.num_blocks[Tier.HOST]
+        state.runs.clear()
+        state.num_blocks = [0, 0]
+
+    def _stay_within_bound(self) -> None:
+        """Forget the runs unused for longest that nothing hangs at, until a tenth of the bound is free."""
+        while len(self._places) > self.max_blocks:
+            leaves = sorted(
+                (run for run in self._runs if run is not None and run.branches is None), key=lambda run: run.used
+            )
+            for run in leaves:
+                if len(self._places) <= self.max_blocks * 9 // 10:
+                    break
+                for tier, held in enumerate(run.held):
+                    for replica, what in list(held.items()):
+                        state = self._replicas[replica]
+                        state.is_complete = False
+                        self._count(state, tier, -_mask_of(what).bit_count())
+                        self._set_held(replica, state, run, tier, 0)
+                self._trim(run)
+
+    def _locate(self, key: int) -> tuple[_Run | None, int]:
+        place = self._places.find(key)
+        if place == ABSENT:
+            return None, -1
+        return self._runs[place >> _POSITION_BITS], place & _POSITION_MASK
+
+    def _num_unknown(self, keys: array[int], above: int) -> int:
+        """Leading keys that stand nowhere yet and are all different."""
+        seen = np.flatnonzero(self._places.find_many(np.frombuffer(keys, dtype=np.uint64)) != ABSENT)
+        count = int(seen[0]) if seen.size else len(keys)
+        if len({above, *keys[:count]}) <= count:
+            known = {above}
+            for position, key in enumerate(keys[:count]):
+                if key in known:
+                    return position
+                known.add(key)
+        return count
+
+
+def _num_same(keys: array[int], query: npt.NDArray[np.uint64]) -> int:
+    """Leading keys that both have in common."""
+    length = min(len(keys), query.size)
+    differs = np.frombuffer(keys, dtype=np.uint64)[:length] != query[:length]
+    first = int(differs.argmax())
+    return first if differs[first] else length
+
+
+def _reach(held: Mapping[ReplicaId, Held], depths: dict[ReplicaId, int], start: int, num_same: int) -> bool:
+    """Deepen whoever got as far as ``start`` by the front of a run; whether anybody got through all of it."""
+    reached = False
+    for replica, what in held.items():
+        if not start or depths.get(replica) == start:
+            front = what if what >= 0 else _front_of(~what)
+            if front >= num_same:
+                front = num_same
+                reached = True
+            if front:
+                depths[replica] = start + front
+    return reached
+
+
+def _union(run: _Run) -> Mapping[ReplicaId, Held]:
+    """What each replica holds of a run in any tier."""
+    device, host = run.held
+    if not host:
+        return device
+    return dict(device) | {
+        replica: _held_of(_mask_of(device.get(replica, 0)) | _mask_of(host[replica])) for replica in host
+    }
+
+
+def _mask_of(held: Held) -> int:
+    return (1 << held) - 1 if held >= 0 else ~held
+
+
+def _held_of(mask: int) -> Held:
+    return mask.bit_length() if _is_front(mask) else ~mask
+
+
+def _is_front(mask: int) -> bool:
+    return not mask & mask + 1
+
+
+def _front_of(mask: int) -> int:
+    """How many of the lowest bits are set without a gap."""
+    return (~mask & mask + 1).bit_length() - 1
+
+
+def _length_of(held: Held) -> int:
+    return held if held >= 0 else (~held).bit_length()
+
+
+def _is_tail(positions: npt.NDArray[np.int64], length: int) -> bool:
+    """Whether these are exactly the last positions before ``length``, in falling or rising order."""
+    count = positions.size
+    first, last = int(positions[0]), int(positions[-1])
+    if {first, last} != {length - 1, length - count}:
+        return False
+    return count < 3 or bool((np.abs(np.diff(positions)) == 1).all())
+
+
+def _needed_length(run: _Run) -> int:
+    """Up to where somebody holds a block of the run or something hangs at it."""
+    full = len(run.keys)
+    length = 0
+    for held in run.held:
+        for what in held.values():
+            length = max(length, _length_of(what))
+            if length == full:
+                return full
+    if run.branches is not None:
+        length = max(length, 1 + max(branch.position for branch in run.branches.values()))
+    return length
