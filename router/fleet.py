@@ -141,7 +141,7 @@ class Fleet:
                     self.mirror.forget(lease.replica)
                     continue
                 self.mirror.follow(lease.replica, lease.generation)
-                self.loads.of(lease.replica).suggest_speed(lease.load.prefill_tokens_per_s)
+                self.loads.model.suggest(lease.load.prefill_tokens_per_s)
                 self.mirror.audit(lease)
         for replica_id in self.members:
             self.loads.confirm(replica_id, self.mirror.applied_seq(replica_id), now)

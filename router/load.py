@@ -13,20 +13,68 @@ from array import array
 from collections import deque
 from collections.abc import Sequence
 
-_SPEED_WEIGHT = 0.03  # of each first token in the learned speed
-_SUGGESTION_S = 0.05  # a suggested speed weighs as much as a first token after so long
-_DEFAULT_SPEED = 2_000.0  # prompt tokens per second, until the replica or experience says better
+_WEIGHT = 0.03  # of each first token in what is learned
+_DEFAULT_SPEED = 2_000.0  # prompt tokens per second, until the replicas or experience say better
+_MIN_SPREAD = 0.01  # variance of miss tokens / mean squared, below which no slope can be told from them
+_MIN_TOKEN_SHARE = 0.1  # of the mean service is due to tokens at least, whatever noise says
 _CONFIRM_TIMEOUT_S = 30.0  # pending blocks of an ended request are given up after this
+
+
+class ServiceModel:
+    """How long a replica takes to a first token: a fixed part, and a part per token to compute.
+
+        service = overhead + miss tokens / speed
+
+    Both are learned from the first tokens of all replicas, by least squares over exponentially forgotten samples. A
+    plain quotient of tokens and seconds would charge the fixed part to the tokens: a replica that answers warm turns
+    (few tokens each) would look slow, one that answers cold ones fast, and warm turns would move away from home.
+    """
+
+    __slots__ = ("_mean_s", "_mean_square", "_mean_tokens", "_mean_tokens_s", "_num_samples", "overhead_s", "token_s")
+
+    def __init__(self) -> None:
+        self.overhead_s = 0.0
+        self.token_s = 1 / _DEFAULT_SPEED
+        self._num_samples = 0
+        self._mean_tokens = self._mean_s = self._mean_square = self._mean_tokens_s = 0.0
+
+    def suggest(self, tokens_per_s: float) -> None:
+        """What a replica says of itself counts until the first token has been seen."""
+        if not self._num_samples and tokens_per_s > 0:
+            self.token_s = 1 / tokens_per_s
+
+    def expected_s(self, tokens: float) -> float:
+        """Seconds to the first token of a request with so many tokens to compute."""
+        return self.overhead_s + tokens * self.token_s
+
+    def learn(self, tokens: float, service_s: float) -> None:
+        """One first token, ``service_s`` after its replica had turned to it."""
+        self._num_samples += 1
+        weight = max(_WEIGHT, 1 / self._num_samples)
+        self._mean_tokens += weight * (tokens - self._mean_tokens)
+        self._mean_s += weight * (service_s - self._mean_s)
+        self._mean_square += weight * (tokens * tokens - self._mean_square)
+        self._mean_tokens_s += weight * (tokens * service_s - self._mean_tokens_s)
+        plain = self._mean_s / self._mean_tokens
+        variance = self._mean_square - self._mean_tokens * self._mean_tokens
+        if variance > _MIN_SPREAD * self._mean_tokens * self._mean_tokens:
+            slope = (self._mean_tokens_s - self._mean_tokens * self._mean_s) / variance
+            # The fixed part is never negative, and never all there is.
+            self.token_s = min(max(slope, _MIN_TOKEN_SHARE * plain), plain)
+        else:
+            self.token_s = plain
+        self.overhead_s = self._mean_s - self.token_s * self._mean_tokens
 
 
 class ReplicaLoad:
     """One replica generation's share."""
 
     __slots__ = (
+        "_actual_s",
         "_busy_since_s",
         "_confirmed_seq",
-        "_service_s",
-        "_service_tokens",
+        "_expected_s",
+        "_model",
         "_unconfirmed",
         "in_flight",
         "pending",
@@ -34,7 +82,7 @@ class ReplicaLoad:
         "waiting_tokens",
     )
 
-    def __init__(self) -> None:
+    def __init__(self, model: ServiceModel) -> None:
         self.in_flight = 0  # requests
         self.waiting_requests = 0  # of those, without a first token
         self.waiting_tokens = 0  # prompt tokens charged to the waiting ones
@@ -42,18 +90,14 @@ class ReplicaLoad:
         self._unconfirmed: deque[tuple[int, float, Sequence[int]]] = deque()
         self._confirmed_seq = 0
         self._busy_since_s = 0.0
-        self._service_tokens = 0.0
-        self._service_s = 0.0
+        self._model = model
+        self._actual_s = self._expected_s = 0.0
 
     @property
     def speed(self) -> float:
-        """Charged prompt tokens served per second."""
-        return self._service_tokens / self._service_s if self._service_s > 0 else _DEFAULT_SPEED
-
-    def suggest_speed(self, tokens_per_s: float) -> None:
-        """What the replica says of itself counts until the first token has been seen."""
-        if not self._service_s and tokens_per_s > 0:
-            self._service_tokens, self._service_s = tokens_per_s * _SUGGESTION_S, _SUGGESTION_S
+        """Prompt tokens per second: the fleet's, times how this replica compares with what was expected of it."""
+        relative = self._expected_s / self._actual_s if self._actual_s else 1.0
+        return relative / self._model.token_s
 
     def since_progress_s(self, now: float) -> float:
         """Seconds since the last first token, or since it became busy; 0 when nothing waits."""
@@ -79,11 +123,12 @@ class ReplicaLoad:
         self._busy_since_s = now
         if charged_tokens <= 0 or service_s <= 0:
             return
-        if not self._service_s:
-            self._service_tokens, self._service_s = float(charged_tokens), service_s
-            return
-        self._service_tokens += _SPEED_WEIGHT * (charged_tokens - self._service_tokens)
-        self._service_s += _SPEED_WEIGHT * (service_s - self._service_s)
+        self._model.learn(charged_tokens, service_s)
+        expected_s = self._model.expected_s(charged_tokens)
+        if not self._actual_s:
+            self._actual_s = self._expected_s = expected_s  # like the others, until experience says otherwise
+        self._actual_s += _WEIGHT * (service_s - self._actual_s)
+        self._expected_s += _WEIGHT * (expected_s - self._expected_s)
 
     def _remember(self, keys: Sequence[int]) -> None:
         pending = self.pending
@@ -155,13 +200,14 @@ class LoadBook:
     """The load of every replica this router knows."""
 
     def __init__(self) -> None:
+        self.model = ServiceModel()
         self._replicas: dict[str, ReplicaLoad] = {}
 
     def of(self, replica: str) -> ReplicaLoad:
         """The replica's load, empty at first."""
         load = self._replicas.get(replica)
         if load is None:
-            load = self._replicas[replica] = ReplicaLoad()
+            load = self._replicas[replica] = ReplicaLoad(self.model)
         return load
 
     def charge(self, replica: str, miss_tokens: int, keys: Sequence[int], now: float) -> Ticket:

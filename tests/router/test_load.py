@@ -5,6 +5,8 @@ from __future__ import annotations
 import random
 from array import array
 
+import pytest
+
 from router.load import LoadBook, Ticket
 
 
@@ -81,23 +83,56 @@ def test_a_ticket_of_a_generation_that_has_gone_touches_nobody_else() -> None:
     assert (load.in_flight, load.waiting_tokens, set(load.pending)) == (1, 50, {2})
 
 
+def serve(book: LoadBook, replica: str, tokens: int, service_s: float, now: float) -> float:
+    """One request alone on a replica; the time at its end."""
+    ticket = book.charge(replica, tokens, (), now)
+    now += service_s
+    ticket.first_token(now)
+    ticket.close(now)
+    return now
+
+
 def test_the_speed_is_learned_from_first_tokens() -> None:
-    book = LoadBook()
-    now = 0.0
-    book.of("w0").suggest_speed(100_000)
+    book, now = LoadBook(), 0.0
+    book.model.suggest(100_000)
     for _ in range(200):
-        ticket = book.charge("w0", 500, (), now)
-        now += 0.5
-        ticket.first_token(now)
-        ticket.close(now)
-    assert 900 < book.of("w0").speed < 1200
+        now = serve(book, "w0", 500, 0.5, now)
+    assert 900 < book.of("w0").speed < 1100
 
 
-def test_a_suggested_speed_counts_only_until_something_was_learned() -> None:
-    load = LoadBook().of("w0")
-    load.suggest_speed(500)
-    load.suggest_speed(9_000)
-    assert load.speed == 500
+def test_a_suggested_speed_counts_until_something_was_learned() -> None:
+    book = LoadBook()
+    book.model.suggest(500)
+    assert book.of("w0").speed == 500
+    serve(book, "w0", 100, 0.1, 0.0)
+    book.model.suggest(9_000)
+    assert book.of("w0").speed == pytest.approx(1000)
+
+
+def test_a_replica_that_answers_warm_turns_is_not_thought_slow() -> None:
+    book, now = LoadBook(), 0.0
+    for _ in range(100):  # both at 1,000 tokens/s after a fixed 50 ms
+        now = serve(book, "warm", 20, 0.07, now)
+        now = serve(book, "cold", 400, 0.45, now)
+    assert book.of("warm").speed == pytest.approx(book.of("cold").speed, rel=0.02)
+    assert book.of("warm").speed == pytest.approx(1000, rel=0.02)
+
+
+def test_a_replica_that_is_slow_is_known_to_be() -> None:
+    book, now = LoadBook(), 0.0
+    for tokens in (100, 200, 300, 400) * 50:
+        now = serve(book, "slow", tokens, tokens / 500, now)
+        now = serve(book, "fast", tokens, tokens / 1000, now)
+    assert book.of("slow").speed < 0.6 * book.of("fast").speed
+
+
+def test_one_slow_first_token_moves_no_replica_far() -> None:
+    book, now = LoadBook(), 0.0
+    for _ in range(5):
+        now = serve(book, "a", 100, 0.1, now)
+        now = serve(book, "b", 100, 0.1, now)
+    now = serve(book, "a", 100, 0.5, now)
+    assert book.of("a").speed > 0.85 * book.of("b").speed
 
 
 def test_no_sequence_of_calls_leaves_anything_charged() -> None:
