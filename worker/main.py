@@ -85,6 +85,7 @@ class Worker:
         )
         self._service = WorkerService(self.replica, self.drain)
         self._server = WorkerServer(self._service, config.worker_token)
+        self.listens = asyncio.Event()  # the address stands and Redis answers; the model is still to be loaded
         self._drain_asked = asyncio.Event()
         self._drain_deadline_s = config.drain_deadline_s
         self._death: asyncio.Future[BaseException] = asyncio.get_running_loop().create_future()
@@ -102,10 +103,6 @@ class Worker:
         if self.replica.state in (common_pb2.WARMING, common_pb2.READY):
             self._set_state(common_pb2.DRAINING)
 
-    def lease(self) -> common_pb2.ReplicaLease:
-        """The lease as it would be written now."""
-        return self._service.lease()
-
     async def run(self, ready: Callable[[str], None] | None = None) -> int:
         """From start to exit code. What goes wrong is logged, not raised."""
         reporting: asyncio.Task[None] | None = None
@@ -113,6 +110,7 @@ class Worker:
             await self._listen()
             self._reporter = self._make_reporter()
             await self._reporter.connect()
+            self.listens.set()
             reporting = asyncio.create_task(self._reporter.run(), name="reporter")
             if await self._start(reporting, ready):
                 await self._until_something_ends(reporting)
@@ -124,6 +122,7 @@ class Worker:
         except Exception as error:
             logger.exception("the worker failed")
             code, reason = EXIT_FAILED, f"{type(error).__name__}: {error}"
+        self.replica.fault = reason
         await self._close_down(code, reporting)
         logger.critical("replica=%s exit_code=%d: %s", self._config.replica_id, code, reason)
         return code
