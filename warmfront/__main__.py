@@ -16,6 +16,7 @@ COMMANDS = {
     "status": ("warmfront.status", "status", "Show replicas, caches, hit rates and load."),
     "compare": ("warmfront.compare", "compare", "Send prompts cold, warm and to a worker without a cache."),
     "generate": ("warmfront.chat", "generate", "Answer one prompt, for scripts."),
+    "replay": ("warmfront.replay.command", "replay", "Compare policies on a recorded load, without a cluster."),
     "drain": ("warmfront.status", "drain", "Take a replica out of service; running requests end."),
     "down": ("warmfront.down", "down", "End a cluster, or remove what a killed `up` left."),
     "router": ("warmfront.parts", "router", "Run one router, for containers."),

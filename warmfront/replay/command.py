@@ -1,0 +1,304 @@
+"""``warmfront replay``: policies side by side on a recorded load."""
+
+from __future__ import annotations
+
+import asyncio
+from array import array
+from collections.abc import Sequence
+from dataclasses import replace
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import click
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+from cache.block_hash import HashScheme
+from router.policy import POLICIES
+from warmfront.console import stderr
+from warmfront.errors import WrongUse
+from warmfront.options import ENV_PREFIX, FILE, Duration
+from warmfront.replay.capacity import costs_of
+from warmfront.replay.report import Bounds, as_line, as_object, capacity_table, plot, policy_table
+from warmfront.replay.simulation import Outcome, Settings, open_loop_speed, oracle_hit_rate, simulate
+from warmfront.replay.trace import MOONCAKE_BLOCK_SIZE, Encode, Job, Turn, name_blocks, read_trace
+
+_DEFAULT_BLOCK_SIZE = 16
+
+
+class Numbers(click.ParamType[list[int]]):
+    """Whole numbers over 0, with commas between them."""
+
+    name = "n[,n...]"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> list[int]:
+        """The numbers in order."""
+        if isinstance(value, list):
+            return value
+        parts = str(value).split(",")
+        if not all(part.strip().isdigit() and int(part) for part in parts):
+            self.fail(f"{value!r}: write whole numbers over 0, with commas between them", param, ctx)
+        return [int(part) for part in parts]
+
+
+class Pools(click.ParamType[list[str]]):
+    """Pool sizes: blocks, or per cent of the trace's distinct blocks over all replicas."""
+
+    name = "n|n%[,...]"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> list[str]:
+        """The sizes as they were written."""
+        if isinstance(value, list):
+            return value
+        parts = [part.strip() for part in str(value).split(",")]
+        if not all(part.removesuffix("%").isdigit() and int(part.removesuffix("%")) for part in parts):
+            self.fail(f"{value!r}: write blocks such as 2669, or a share such as 40%", param, ctx)
+        return parts
+
+
+class Policies(click.ParamType[list[str]]):
+    """Names of policies with commas between them, or ``all``."""
+
+    name = "name[,name...]|all"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> list[str]:
+        """The names in order, each once."""
+        if isinstance(value, list):
+            return value
+        names = list(POLICIES) if value == "all" else list(dict.fromkeys(str(value).split(",")))
+        for name in names:
+            if name not in POLICIES:
+                self.fail(f"{name!r} is none of {', '.join(POLICIES)}, all", param, ctx)
+        return names
+
+
+@click.command(context_settings={"auto_envvar_prefix": ENV_PREFIX.rstrip("_")})
+@click.argument("trace", type=click.Path(exists=True, dir_okay=False, path_type=Path))
+@click.option("--policy", "policies", type=Policies(), default="warmfront", show_default=True, help="What to compare.")
+@click.option("--replicas", type=Numbers(), default="8", show_default=True, help="A list plans capacity.")
+@click.option(
+    "--kv-blocks",
+    "pools",
+    type=Pools(),
+    default="40%",
+    show_default=True,
+    help="Blocks of each replica's cache, of the first --block-size (others get as many tokens); or a share of the "
+    "trace's distinct blocks, over all replicas. A list plans capacity.",
+)
+@click.option(
+    "--block-size",
+    "block_sizes",
+    type=Numbers(),
+    help="Tokens per block. A list plans capacity. Default: 16; 512 for a Mooncake trace.",
+)
+@click.option(
+    "--routers", type=click.IntRange(1, 64), default=1, show_default=True, help="Requests go to them in turn."
+)
+@click.option("--in-flight", type=click.IntRange(min=1), help="Requests at once. Default: 4 per replica.")
+@click.option("--open-loop", is_flag=True, help="Requests come when the trace says, not when others end.")
+@click.option("--speed", type=click.FloatRange(0, min_open=True), help="Open loop: so many times as fast as the trace.")
+@click.option(
+    "--load-share",
+    type=click.FloatRange(0, min_open=True),
+    help="Open loop: at this share of the request rate that the fleet sustains with 4 in flight per replica.",
+)
+@click.option("--prefill-tokens-per-s", type=click.FloatRange(0, min_open=True), default=40_000.0, show_default=True)
+@click.option(
+    "--decode-time", type=Duration(), default="0.1ms", show_default=True, help="Of each further output token."
+)
+@click.option("--event-delay", type=Duration(), default="1ms", show_default=True, help="From a step to the index.")
+@click.option("--heartbeat", type=Duration(), default="1s", show_default=True, help="How often leases tell LRU ages.")
+@click.option("--seed", type=int, default=0, show_default=True, help="Of ties and random choices.")
+@click.option("--limit", type=click.IntRange(min=1), help="Only the trace's first requests.")
+@click.option("--model", type=FILE, help="Whose tokenizer reads text and messages. Default: the packaged SmolLM2.")
+@click.option("--json", "as_json", is_flag=True, help="One object per policy, one a line.")
+@click.option("--plot", "plot_path", type=FILE, help="Draw hit rate over time and TTFT there (needs matplotlib).")
+def replay(
+    *,
+    trace: Path,
+    policies: list[str],
+    replicas: list[int],
+    pools: list[str],
+    block_sizes: list[int] | None,
+    routers: int,
+    in_flight: int | None,
+    open_loop: bool,
+    speed: float | None,
+    load_share: float | None,
+    prefill_tokens_per_s: float,
+    decode_time: float,
+    event_delay: float,
+    heartbeat: float,
+    seed: int,
+    limit: int | None,
+    model: Path | None,
+    as_json: bool,
+    plot_path: Path | None,
+) -> None:
+    """What a fleet would have done with TRACE: the real placement, index and cache under a virtual clock.
+
+    TRACE is JSON lines, ours (timestamp_ms, session, token_ids | text | messages, output_tokens) or Mooncake's.
+    """
+    _check_loop(open_loop, in_flight, speed, load_share)
+    turns = read_trace(trace, encode=_encoder(model), limit=limit)
+    sizes = block_sizes or [MOONCAKE_BLOCK_SIZE if turns[0].hash_ids else _DEFAULT_BLOCK_SIZE]
+    plans = len(replicas) * len(pools) * len(sizes) > 1
+    if plans and plot_path is not None:
+        raise WrongUse("--plot draws one setting: give --replicas, --kv-blocks and --block-size one value each")
+    base = Settings(
+        kv_blocks=1,
+        prefill_tokens_per_s=prefill_tokens_per_s,
+        decode_s=decode_time,
+        in_flight=in_flight,
+        speed=speed or (1.0 if open_loop else None),
+        num_routers=routers,
+        event_delay_s=event_delay,
+        heartbeat_s=heartbeat,
+        seed=seed,
+    )
+    results: list[dict[str, Any]] = []
+    outcomes: list[Outcome] = []
+    num_runs = len(sizes) * len(replicas) * len(pools) * len({*policies, "random"})
+    with _progress() as progress:
+        task = progress.add_task("", total=num_runs * len(turns))
+        for block_size in sizes:
+            scheme = HashScheme(block_size=block_size)
+            jobs = name_blocks(turns, scheme)
+            for num_replicas, pool in product(replicas, pools):
+                settings = replace(
+                    base,
+                    num_replicas=num_replicas,
+                    kv_blocks=_pool_blocks(pool, jobs, num_replicas, sizes[0], block_size),
+                )
+                if load_share is not None:
+                    settings = replace(settings, speed=open_loop_speed(jobs, scheme, settings, load_share))
+                bounds, outcomes = _compare(jobs, scheme, settings, policies, progress, task)
+                for outcome in outcomes:
+                    num_blocks = settings.kv_blocks * num_replicas
+                    costs = costs_of(turns, scheme, num_blocks, outcome.final_caches) if plans else None
+                    results.append(as_object(outcome, bounds, costs))
+                    if as_json:
+                        click.echo(as_line(results[-1]))
+    if not as_json:
+        _print(turns, settings, sizes[-1], bounds, results, plans)
+    if plot_path is not None:
+        plot(outcomes, bounds, plot_path)
+
+
+def _compare(
+    jobs: Sequence[Job], scheme: HashScheme, settings: Settings, policies: list[str], progress: Progress, task: Any
+) -> tuple[Bounds, list[Outcome]]:
+    outcomes = {}
+    for policy in dict.fromkeys([*policies, "random"]):
+        progress.update(task, description=f"{policy}, {settings.num_replicas} replicas")
+        start = progress.tasks[task].completed
+        outcomes[policy] = simulate(
+            jobs,
+            scheme,
+            replace(settings, policy=policy),
+            lambda num_ended, start=start: progress.update(task, completed=start + num_ended),  # type: ignore[misc]
+        )
+    bounds = Bounds(
+        oracle_hit_rate=oracle_hit_rate(jobs, scheme, settings.num_replicas * settings.kv_blocks),
+        random_hit_rate=outcomes["random"].hit_rate,
+    )
+    return bounds, [outcomes[policy] for policy in policies]
+
+
+def _print(
+    turns: Sequence[Turn],
+    settings: Settings,
+    block_size: int,
+    bounds: Bounds,
+    results: list[dict[str, Any]],
+    plans: bool,
+) -> None:
+    num_tokens = sum(turn.num_tokens for turn in turns)
+    click.echo(f"{len(turns):,} requests, {num_tokens:,} prompt tokens")
+    if plans:
+        click.echo(capacity_table(results))
+        return
+    click.echo(
+        f"{settings.num_replicas} replicas with {settings.kv_blocks:,} blocks of {block_size} tokens each; "
+        f"hit rate of an oracle {bounds.oracle_hit_rate:.1%}, at random {bounds.random_hit_rate:.1%}"
+    )
+    click.echo(policy_table(results))
+
+
+def _check_loop(open_loop: bool, in_flight: int | None, speed: float | None, load_share: float | None) -> None:
+    if open_loop and in_flight is not None:
+        raise WrongUse("--in-flight bounds a closed loop; with --open-loop requests come when the trace says")
+    if not open_loop and (speed is not None or load_share is not None):
+        raise WrongUse("--speed and --load-share need --open-loop")
+    if speed is not None and load_share is not None:
+        raise WrongUse("--speed and --load-share both say how fast requests come: give one")
+
+
+def _pool_blocks(pool: str, jobs: Sequence[Job], num_replicas: int, first_block_size: int, block_size: int) -> int:
+    if pool.endswith("%"):
+        num_distinct = len(set().union(*(job.all_hashes for job in jobs)))
+        return max(1, num_distinct * int(pool[:-1]) // (100 * num_replicas))
+    return max(1, int(pool) * first_block_size // block_size)
+
+
+def _encoder(model: Path | None) -> Encode:
+    """Token ids of text and messages, by a model's own tokenizer and template. Nothing is loaded before it is used."""
+    encode: Encode | None = None
+
+    def once(entry: dict[str, Any]) -> array[int]:
+        nonlocal encode
+        encode = encode or _load_encoder(model)
+        return encode(entry)
+
+    return once
+
+
+def _load_encoder(model: Path | None) -> Encode:
+    from warmfront_pb.v1 import inference_pb2, worker_pb2
+
+    from router.errors import RouterError
+    from router.tokenizer import ModelProfile
+    from worker.loading import default_model_path
+    from worker.loading.tokenizer import load_tokenizer
+    from worker.models.config import ModelError
+
+    try:
+        files = load_tokenizer(model or default_model_path())
+        profile = ModelProfile(
+            worker_pb2.GetModelResponse(
+                tokenizer_json=files.tokenizer_json,
+                chat_template=files.chat_template or "",
+                bos_token=files.bos_token or "",
+                eos_token=files.eos_token or "",
+            )
+        )
+    except (ModelError, RouterError) as error:
+        raise WrongUse(f"--model: {error}") from error
+
+    def encode(entry: dict[str, Any]) -> array[int]:
+        if "text" in entry:
+            packed = asyncio.run(profile.text_ids(entry["text"]))
+        else:
+            messages = [
+                inference_pb2.ChatMessage(role=message["role"], content=message["content"])
+                for message in entry["messages"]
+            ]
+            try:
+                packed = asyncio.run(profile.chat_ids(inference_pb2.Chat(messages=messages)))
+            except RouterError as error:
+                raise ValueError(str(error)) from error
+        return array("i", packed)
+
+    return encode
+
+
+def _progress() -> Progress:
+    return Progress(
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeRemainingColumn(),
+        console=stderr,
+        transient=True,
+        disable=not stderr.is_terminal,
+    )
