@@ -104,13 +104,13 @@ class PrefixIndex:
         if run is None:
             return _NONE
         self._tick += 1
-        query = np.frombuffer(keys, dtype=np.uint64)
+        query = _view(keys)
         device: dict[ReplicaId, int] = {}
         total: dict[ReplicaId, int] = device if not self._num_host_blocks else {}
         start = 0
         while run is not None:
             run.used = self._tick
-            num_same = _num_same(run.keys, query[start:])
+            num_same = _num_same(_view(run.keys), query[start:])
             reached = _reach(run.held[Tier.DEVICE], device, start, num_same)
             if total is not device:
                 reached = _reach(_union(run), total, start, num_same)
@@ -273,9 +273,8 @@ class PrefixIndex:
         while done < len(keys):
             run = parent
             if run is not None:
-                rest = run.keys[position + 1 :] if position + 1 < len(run.keys) else None
-                if rest is not None and rest[0] == keys[done]:
-                    num_same = _num_same(rest, np.frombuffer(keys, dtype=np.uint64)[done:])
+                if position + 1 < len(run.keys) and run.keys[position + 1] == keys[done]:
+                    num_same = _num_same(_view(run.keys)[position + 1 :], _view(keys)[done:])
                     self._hold(replica, state, run, event.tier, position + 1, position + 1 + num_same)
                     position += num_same
                     done += num_same
@@ -332,9 +331,7 @@ class PrefixIndex:
             else:
                 self._runs[number] = run
             self._siblings(run)[fresh[0]] = run
-        first = run.number << _POSITION_BITS | start
-        packed = np.frombuffer(fresh, dtype=np.uint64)
-        self._places.insert_many(packed, np.arange(first, first + len(fresh)))
+        self._places.insert_run(fresh, run.number << _POSITION_BITS | start)
         self._hold(replica, state, run, tier, start, start + len(fresh))
         if self._orphans:
             for offset, key in enumerate(fresh, start):
@@ -360,39 +357,32 @@ class PrefixIndex:
         self._count(state, tier, num_new)
 
     def _remove(self, replica: ReplicaId, state: _Replica, event: Removed) -> None:
-        places = self._places.find_many(np.frombuffer(event.keys, dtype=np.uint64))
-        places = places[places != ABSENT]
-        numbers = places >> _POSITION_BITS
-        positions = places & _POSITION_MASK
-        if not numbers.size:
-            return
-        ends = [*(np.flatnonzero(numbers[1:] != numbers[:-1]) + 1).tolist(), numbers.size]
-        start = 0
-        for end in ends:
-            run = self._runs[int(numbers[start])]
-            # Removing chain ends may take whole runs away; a later piece of one batch then finds none.
-            if run is not None:
-                self._release(replica, state, run, event.tier, positions[start:end])
-            start = end
+        """Chains are evicted from their ends, so most events are pieces of runs in falling order."""
+        keys = event.keys
+        done = 0
+        while done < len(keys):
+            run, position = self._locate(keys[done])
+            if run is None:
+                done += 1
+                continue
+            count = 1
+            if position and done + 1 < len(keys) and keys[done + 1] == run.keys[position - 1]:
+                falling = _view(run.keys)[position::-1]
+                count = _num_same(falling, _view(keys)[done:])
+                del falling
+            self._release(replica, state, run, event.tier, position + 1 - count, position + 1)
+            done += count
 
-    def _release(
-        self, replica: ReplicaId, state: _Replica, run: _Run, tier: Tier, positions: npt.NDArray[np.int64]
-    ) -> None:
-        held = run.held[tier]
-        before = held.get(replica)
-        # An earlier piece of this event may have made the run shorter.
-        positions = positions[positions < len(run.keys)]
-        count = positions.size
-        if before is None or not count:
+    def _release(self, replica: ReplicaId, state: _Replica, run: _Run, tier: Tier, start: int, end: int) -> None:
+        before = run.held[tier].get(replica)
+        if before is None:
             return
-        if before >= count and _is_tail(positions, before):
-            after = before - count
-            num_gone = count
+        if end == before:
+            after = start
+            num_gone = end - start
         else:
             mask = _mask_of(before)
-            bits = np.zeros(len(run.keys), dtype=np.bool_)
-            bits[positions] = True
-            rest = mask & ~int.from_bytes(np.packbits(bits, bitorder="little").tobytes(), "little")
+            rest = mask & ~((1 << end) - (1 << start))
             after = _held_of(rest)
             num_gone = mask.bit_count() - rest.bit_count()
         self._set_held(replica, state, run, tier, after)
@@ -420,7 +410,7 @@ class PrefixIndex:
             length = _needed_length(run)
             if length == len(run.keys):
                 return
-            self._places.delete_many(np.array(run.keys[length:], dtype=np.uint64))
+            self._places.delete_many(run.keys[length:])
             if length:
                 del run.keys[length:]
                 return
@@ -482,8 +472,7 @@ class PrefixIndex:
 
     def _num_unknown(self, keys: array[int], above: int) -> int:
         """Leading keys that stand nowhere yet and are all different."""
-        seen = np.flatnonzero(self._places.find_many(np.frombuffer(keys, dtype=np.uint64)) != ABSENT)
-        count = int(seen[0]) if seen.size else len(keys)
+        count = self._places.num_absent(keys)
         if len({above, *keys[:count]}) <= count:
             known = {above}
             for position, key in enumerate(keys[:count]):
@@ -493,10 +482,14 @@ class PrefixIndex:
         return count
 
 
-def _num_same(keys: array[int], query: npt.NDArray[np.uint64]) -> int:
+def _view(keys: array[int]) -> npt.NDArray[np.uint64]:
+    return np.frombuffer(keys, dtype=np.uint64)
+
+
+def _num_same(keys: npt.NDArray[np.uint64], query: npt.NDArray[np.uint64]) -> int:
     """Leading keys that both have in common."""
-    length = min(len(keys), query.size)
-    differs = np.frombuffer(keys, dtype=np.uint64)[:length] != query[:length]
+    length = min(keys.size, query.size)
+    differs = keys[:length] != query[:length]
     first = int(differs.argmax())
     return first if differs[first] else length
 
@@ -544,15 +537,6 @@ def _front_of(mask: int) -> int:
 
 def _length_of(held: Held) -> int:
     return held if held >= 0 else (~held).bit_length()
-
-
-def _is_tail(positions: npt.NDArray[np.int64], length: int) -> bool:
-    """Whether these are exactly the last positions before ``length``, in falling or rising order."""
-    count = positions.size
-    first, last = int(positions[0]), int(positions[-1])
-    if {first, last} != {length - 1, length - count}:
-        return False
-    return count < 3 or bool((np.abs(np.diff(positions)) == 1).all())
 
 
 def _needed_length(run: _Run) -> int:
