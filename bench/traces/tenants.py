@@ -3,9 +3,10 @@
     tenants.py [--seed 8] [--tenants 40] [--conversations 420] > tenants.jsonl
 
 Each tenant has a system prompt of 2,000 to 4,000 tokens. Conversations choose a tenant by Zipf(1.0), arrive at 2 per
-second and have up to 16 turns (5 on average) of 30 to 400 user and 30 to 300 answer tokens, with 3 s + Exp(40 s) between
-them. A line: timestamp_ms, session, turn, tenant, token_ids (the whole prompt), output_token_ids, output_tokens.
-Standard error tells the distinct blocks of 16 tokens, and how many each of 8 replicas holds at 20, 40 and 80 % of them.
+second and have up to 16 turns (5 on average) of 30 to 400 user and 30 to 300 answer tokens, with 3 s + Exp(40 s)
+between them. A line: timestamp_ms, session, turn, tenant, token_ids (the whole prompt), output_token_ids,
+output_tokens. Standard error tells the distinct blocks of 16 tokens, and how many each of 8 replicas holds at 20, 40
+and 80 % of them.
 """
 
 import argparse
