@@ -250,27 +250,30 @@ class PrefixCache:
         now: float = 0.0,
         *,
         synthetic: bool = False,
+        reuse: bool = True,
         retention: Sequence[Retention] = (),
         tenant: str = "",
     ) -> Admission | None:
         """Take the cached front of ``chain`` and allocate blocks for the rest of it; None (no change) when short.
 
         The table covers all of ``len(chain)`` tokens. Nothing new is visible to others before ``commit``. The chain
-        belongs to the cache from here on: ``append`` extends it. ``synthetic`` traffic is counted apart.
+        belongs to the cache from here on: ``append`` extends it. ``synthetic`` traffic is counted apart. Without
+        ``reuse`` the whole prompt is computed, for whoever wants more of it than its KV (logprobs of its tokens).
         ``retention``: up to 4 fronts of the prompt to be kept for a while, on the account of ``tenant``; what the
         budget has no room for is silently not kept.
         Raises ``ValueError`` for an empty chain, one of another scheme, more than 4 fronts, or an id that is running.
         """
         self._check_admissible(request_id, chain, retention)
         size = self.scheme.block_size
-        num_hit = self._num_hit_blocks(chain)
+        num_hit = self._num_hit_blocks(chain) if reuse else 0
         hits = self._blocks_of(chain.hashes[:num_hit])
         num_new = -(-len(chain) // size) - num_hit
         num_left = self._pool.num_idle - int(np.count_nonzero(self._pool.references[hits] == 0)) - num_new
         if num_left < 0:
             return None
         self._pass_time(now)
-        source, num_copied = self._front_to_copy(chain, num_hit, num_left) if self._fronts is not None else (0, 0)
+        looks_inside = reuse and self._fronts is not None
+        source, num_copied = self._front_to_copy(chain, num_hit, num_left) if looks_inside else (0, 0)
         self._count(request_id, chain, num_hit, num_copied, synthetic)
 
         self._pool.use(hits)

@@ -47,7 +47,8 @@ class WorkerConfig:
     prefix_caching_hash_algo: str = "sha256_cbor"
     hash_seed: str | None = field(default=None, repr=False)  # required by the xxhash forms
     block_size: int = 16  # tokens
-    token_reuse: bool = False
+    token_reuse: bool = False  # reuse inside a block
+    token_reuse_min: int = 4  # tokens worth a copy
     kv_blocks: int | None = None  # in the pool, without the scratch block; None: by memory
     host_kv_blocks: int = 0
     gpu_memory_utilization: float = 0.9  # share of the whole device memory
@@ -125,8 +126,10 @@ class WorkerConfig:
             raise ConfigError(f"--kv-blocks {self.kv_blocks} is below 1")
         if self.host_kv_blocks:
             raise ConfigError(f"--host-kv-blocks {self.host_kv_blocks}: there is no host tier yet; only 0 works")
-        if self.token_reuse:
-            raise ConfigError("--token-reuse: reuse inside a block is not there yet; leave it off")
+        if not 1 <= self.token_reuse_min < self.block_size:
+            raise ConfigError(
+                f"--token-reuse-min {self.token_reuse_min} is not between 1 and {self.block_size - 1}, inside a block"
+            )
         if not 0 < self.gpu_memory_utilization <= 1:
             raise ConfigError(f"--gpu-memory-utilization {self.gpu_memory_utilization:g} is not over 0 and up to 1")
         if self.cpu_kv_bytes is not None and self.cpu_kv_bytes < 1 << 20:

@@ -29,7 +29,8 @@ from typing import Protocol, TypeVar
 from cache.block_hash import extra_keys
 from cache.events import EventBatch
 from cache.events import Snapshot as CacheSnapshot
-from cache.prefix_cache import PrefixCache
+from cache.prefix_cache import CacheStats, PrefixCache
+from cache.retention import Retention
 from worker.batch import SamplingParams, SequenceSlice, SliceResult, StepBatch, TokenLogprobs
 from worker.detokenizer import Detokenizer, TokenTable
 from worker.scheduler import Choice, ChoiceState, Limits, Scheduler
@@ -79,6 +80,8 @@ class Request:
     ignore_eos: bool = False
     num_prompt_logprobs: int | None = None
     cache_salt: str | None = None
+    tenant: str = ""
+    retention: tuple[Retention, ...] = ()
     priority: int = 0
     deadline_s: float = math.inf  # time.monotonic()
     synthetic: bool = False
@@ -145,10 +148,10 @@ class EngineSnapshot:
     prefill_tokens_per_s: float = 0.0
     num_blocks: int = 0
     num_used_blocks: int = 0
-    num_cached_blocks: int = 0  # holding a hash
-    num_resident_hashes: int = 0  # different ones
-    lru_age_s: float = 0.0  # idle time of the block that would be evicted next; 0 while blocks without a hash remain
+    num_cached_blocks: int = 0  # different block hashes that can be found
+    lru_age_s: float = 0.0  # idle time of the block that would be evicted next; 0 while empty ones remain
     last_event_seq: int = 0
+    stats: CacheStats = field(default_factory=CacheStats)
 
 
 @dataclass(slots=True, eq=False)
@@ -244,6 +247,8 @@ class Engine:
                     end_token_ids=tuple(end_token_ids),
                     num_prompt_logprobs=request.num_prompt_logprobs if index == 0 else None,
                     synthetic=request.synthetic,
+                    tenant=request.tenant,
+                    retention=request.retention,
                 )
             )
         running.num_open = request.num_choices
@@ -517,8 +522,9 @@ class Engine:
             num_blocks=self._cache.num_blocks - 1,
             num_used_blocks=self._cache.num_used_blocks,
             num_cached_blocks=self._cache.num_cached_blocks,
-            num_resident_hashes=self._cache.num_cached_blocks,
+            lru_age_s=self._cache.lru_age_s(now),
             last_event_seq=self._cache.last_seq,
+            stats=replace(self._cache.stats),
         )
 
 

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 
 from warmfront_pb.v1 import inference_pb2, worker_pb2
 
+from cache.retention import MAX_BREAKPOINTS, MAX_PRIORITY, Retention
 from worker.batch import SamplingParams
 from worker.engine import Request
 from worker.replica import ModelCard
@@ -22,6 +23,7 @@ MAX_STOP_LENGTH = 1024  # characters
 MAX_LOGPROBS = 20
 MAX_LOGIT_BIASES = 1024
 MAX_SALT_LENGTH = 256  # characters
+RETENTION_TTLS_S = (300, 3600)
 
 _RANGES = {  # field: lowest, highest, lowest itself excluded
     "temperature": (0.0, 2.0, False),
@@ -45,8 +47,6 @@ def read_request(message: worker_pb2.WorkerGenerateRequest, card: ModelCard, dea
     """The request in ``message``. Raises ``InvalidRequestError`` or ``UnsupportedError``."""
     if message.lora:
         raise UnsupportedError(f"lora {message.lora!r}: this worker loads no adapters; leave the field empty")
-    if message.retention:
-        raise UnsupportedError("retention: this worker keeps blocks by last use alone; leave the field empty")
     if len(message.cache_salt) > MAX_SALT_LENGTH:
         raise InvalidRequestError(
             f"cache_salt has {len(message.cache_salt)} characters: use 1 to {MAX_SALT_LENGTH}, or none"
@@ -79,6 +79,8 @@ def read_request(message: worker_pb2.WorkerGenerateRequest, card: ModelCard, dea
         ignore_eos=sampling.ignore_eos,
         num_prompt_logprobs=_optional(sampling, "prompt_logprobs", MAX_LOGPROBS),
         cache_salt=message.cache_salt or None,
+        tenant=message.tenant,
+        retention=_read_retention(message.retention, prompt_length),
         priority=message.priority,
         deadline_s=deadline_s,
         synthetic=message.synthetic,
@@ -142,6 +144,19 @@ def _read_sampling(sampling: inference_pb2.SamplingParams, vocab_size: int) -> S
         seed=sampling.seed if sampling.HasField("seed") else secrets.randbits(64),
         num_logprobs=_optional(sampling, "logprobs", MAX_LOGPROBS),
     )
+
+
+def _read_retention(marks: Sequence[inference_pb2.Retention], prompt_length: int) -> tuple[Retention, ...]:
+    if len(marks) > MAX_BREAKPOINTS:
+        raise InvalidRequestError(f"retention has {len(marks)} breakpoints: at most {MAX_BREAKPOINTS}")
+    for mark in marks:
+        if not 1 <= mark.tokens <= prompt_length:
+            raise InvalidRequestError(f"retention.tokens is {mark.tokens}: the prompt has {prompt_length} tokens")
+        if mark.ttl_s not in RETENTION_TTLS_S:
+            raise InvalidRequestError(f"retention.ttl_s is {mark.ttl_s}: use {' or '.join(map(str, RETENTION_TTLS_S))}")
+        if not 0 <= mark.priority <= MAX_PRIORITY:
+            raise InvalidRequestError(f"retention.priority is {mark.priority}: use 0 to {MAX_PRIORITY}")
+    return tuple(Retention(mark.tokens, float(mark.ttl_s), mark.priority) for mark in marks)
 
 
 def _read_stop_strings(strings: Sequence[str]) -> tuple[str, ...]:

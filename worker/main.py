@@ -206,6 +206,7 @@ class Worker:
             config.enable_prefix_caching,
             replica=config.replica_id,
             generation=self.replica.generation,
+            token_reuse_min=config.token_reuse_min if config.token_reuse else None,
         )
         table = TokenTable.from_tokenizer_json(loaded.card.tokenizer_json)
         engine = self._engine = Engine(
@@ -218,7 +219,7 @@ class Worker:
             on_death=self._on_death,
         )
         metrics = self._metrics = WorkerMetrics(
-            view=engine.snapshot, now=time.monotonic(), block_size=config.block_size, compat=config.compat_metrics
+            view=engine.snapshot, now=time.monotonic(), compat=config.compat_metrics
         )
         if config.metrics_port is not None:
             port, self._stop_metrics = metrics.serve(config.metrics_port, config.listen)

@@ -7,10 +7,12 @@ that its ``usage`` tells. Synthetic traffic and what a preemption makes compute 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, start_http_server
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric, SummaryMetricFamily
+from prometheus_client.registry import Collector
 
 from cache.events import Removed
 from worker.engine import Admitted, EngineSnapshot, StepReport
@@ -64,17 +66,13 @@ class HitWindow:
 class WorkerMetrics:
     """All of them, in a registry of their own. ``view`` gives the engine's latest snapshot when someone looks."""
 
-    def __init__(
-        self, *, view: Callable[[], EngineSnapshot], now: float, block_size: int, compat: bool = False
-    ) -> None:
+    def __init__(self, *, view: Callable[[], EngineSnapshot], now: float, compat: bool = False) -> None:
         self.registry = CollectorRegistry()
         self._view = view
-        self._block_size = block_size
         self._started_s = now
         self._minute = HitWindow(1.0, 60)
         self._hour = HitWindow(60.0, 60)
         self._steady_tokens = self._steady_hits = 0
-        self._num_prompts = self._num_first_block_misses = self._num_evicted = 0
         self._queries = self._counter("prefix_cache_queries_tokens", "Prompt tokens looked up, user traffic.")
         self._hits = self._counter("prefix_cache_hits_tokens", "Prompt tokens not computed, user traffic.", "tier")
         self._evictions = self._counter("evictions", "Block hashes whose last copy went.", "reason")
@@ -86,10 +84,7 @@ class WorkerMetrics:
         self._ttft = self._histogram("ttft_seconds", "Arrival to first token.", _TTFT_BUCKETS)
         self._inter_token = self._histogram("inter_token_seconds", "Between two tokens of an answer.", _TOKEN_BUCKETS)
         self._queue = self._histogram("queue_seconds", "Arrival to first blocks.", _QUEUE_BUCKETS)
-        blocks = Gauge("warmfront_worker_kv_blocks", "KV blocks by state.", ["state"], registry=self.registry)
-        blocks.labels("total").set_function(lambda: view().num_blocks)
-        blocks.labels("used").set_function(lambda: view().num_used_blocks)
-        blocks.labels("cached").set_function(lambda: view().num_cached_blocks)
+        self.registry.register(_CacheCollector(view))
         self._hits.labels("device")
         self._compat = _Compat(self.registry, view, self._hour) if compat else None
 
@@ -106,7 +101,6 @@ class WorkerMetrics:
         for event in report.events.events if report.events else ():
             if isinstance(event, Removed):
                 self._evictions.labels(event.reason.name.lower()).inc(len(event.keys))
-                self._num_evicted += len(event.keys)
         if self._compat is not None:
             self._compat.observe(report)
 
@@ -147,20 +141,54 @@ class WorkerMetrics:
         if now - self._started_s >= SETTLING_S:
             self._steady_tokens += num_tokens
             self._steady_hits += num_hits
-            self._num_prompts += 1
-            self._num_first_block_misses += num_hits == 0
 
     def _verdict(self) -> str:
-        prompts = f"{self._num_first_block_misses} of {self._num_prompts} prompts found not even their first block"
-        if not self._num_evicted:
-            return f"prompts do not match what was seen before: {prompts}, and nothing was evicted"
-        return f"{prompts}; {self._num_evicted} blocks were evicted: a larger pool (--kv-blocks) may help"
+        """Do prompts not match, or were their blocks evicted before they could?"""
+        stats = self._view().stats
+        if not stats.num_misses:
+            return "prompts are shorter than a block, or all new tokens come after the cached front"
+        if 2 * stats.num_misses_of_evicted >= stats.num_misses:
+            return (
+                f"{stats.num_misses_of_evicted} of {stats.num_misses} misses had stood here and were evicted: "
+                "a larger pool (--kv-blocks), more replicas or fewer tenants per replica would help"
+            )
+        return (
+            f"{stats.num_misses_at_root} of {stats.num_requests} prompts differ in their first block from all before, "
+            f"and only {stats.num_misses_of_evicted} of {stats.num_misses} misses were evicted: prompts do not match"
+        )
 
     def _counter(self, name: str, text: str, *labels: str) -> Counter:
         return Counter(f"warmfront_worker_{name}", text, labels, registry=self.registry)
 
     def _histogram(self, name: str, text: str, buckets: tuple[float, ...]) -> Histogram:
         return Histogram(f"warmfront_worker_{name}", text, buckets=buckets, registry=self.registry)
+
+
+class _CacheCollector(Collector):
+    """What the engine's snapshot holds already, read when someone looks."""
+
+    def __init__(self, view: Callable[[], EngineSnapshot]) -> None:
+        self._view = view
+
+    def collect(self) -> Iterator[Metric]:
+        view = self._view()
+        stats = view.stats
+        blocks = GaugeMetricFamily("warmfront_worker_kv_blocks", "KV blocks by state.", labels=["state"])
+        blocks.add_metric(["total"], view.num_blocks)
+        blocks.add_metric(["used"], view.num_used_blocks)
+        blocks.add_metric(["cached"], view.num_cached_blocks)
+        yield blocks
+        yield CounterMetricFamily(
+            "warmfront_worker_sub_block_tokens_lost",
+            "Prompt tokens that stood in a block which differs further on, and were computed again.",
+            stats.num_lost_tokens,
+        )
+        yield SummaryMetricFamily(
+            "warmfront_worker_evicted_age_seconds",
+            "For how long evicted blocks had been idle.",
+            count_value=stats.num_evicted_blocks,
+            sum_value=stats.evicted_idle_s,
+        )
 
 
 class _Compat:

@@ -116,7 +116,7 @@ class Replica:
                 kv_blocks=view.num_blocks,
                 kv_blocks_used=view.num_used_blocks,
                 kv_blocks_cached=view.num_cached_blocks,
-                resident_hashes=view.num_resident_hashes,
+                resident_hashes=view.num_cached_blocks,
                 kv_bytes_per_token=self.card.kv_bytes_per_token,
                 lru_age_s=view.lru_age_s,
                 hit_rate_1m=hit_rates.last_minute,

@@ -18,6 +18,7 @@ from enum import Enum
 
 from cache.block_hash import BlockChain
 from cache.prefix_cache import PrefixCache
+from cache.retention import Retention
 from worker.batch import SamplingParams, SequenceSlice
 
 PRIORITY_S = 10.0
@@ -56,6 +57,8 @@ class Choice:
     end_token_ids: tuple[int, ...] = ()  # forbidden before min_tokens
     num_prompt_logprobs: int | None = None
     synthetic: bool = False
+    tenant: str = ""
+    retention: Sequence[Retention] = ()
 
     state: ChoiceState = ChoiceState.WAITING
     num_computed: int = 0  # tokens whose KV is in place
@@ -236,10 +239,19 @@ class Scheduler:
         index = 0
         while budget and index < len(self._waiting) and len(self._running) < self._limits.max_num_seqs:
             choice = self._waiting[index]
-            if self._cache.pending(choice.chain):
+            reuse = choice.num_prompt_logprobs is None  # else every prompt token must be computed
+            if reuse and self._cache.pending(choice.chain):
                 index += 1
                 continue
-            admission = self._cache.admit(choice.id, choice.chain, now, synthetic=choice.synthetic)
+            admission = self._cache.admit(
+                choice.id,
+                choice.chain,
+                now,
+                synthetic=choice.synthetic,
+                reuse=reuse,
+                retention=choice.retention,
+                tenant=choice.tenant,
+            )
             if admission is None:
                 return
             del self._waiting[index]
