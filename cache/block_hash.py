@@ -12,11 +12,13 @@ without extra keys are simple enough to be written here by hand: all token bytes
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import pickle
 import sys
 from array import array
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import repeat
 from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
@@ -34,6 +36,7 @@ ROOT_KEY = 0
 
 # A pickle opens a second frame at 64 KiB; blocks that could reach it are left to the pickle module.
 _MAX_HAND_PICKLED_TOKENS = 8192
+_BLOCKS_AT_ONCE = 32
 
 
 class MediaSpan(NamedTuple):
@@ -131,7 +134,8 @@ class HashScheme:
         an int array or packed little-endian uint32 bytes.
         Raises ``ValueError`` for a token id below 0 or above 2**31 - 1, or for fewer ``extra`` than full blocks.
         """
-        return list(self.iter_hashes(token_ids, extra))
+        tokens = as_token_array(token_ids)
+        return self._hash(tokens[: self._num_full(tokens, extra) * self.block_size], extra, self.root)
 
     def keys(self, token_ids: TokenIds, extra: Sequence[ExtraKeys | None] | None = None) -> array[int]:
         """The packed 8-byte index keys (``array('Q')``) of the same chain."""
@@ -143,47 +147,78 @@ class HashScheme:
         extra: Sequence[ExtraKeys | None] | None = None,
         parent: BlockHash | None = None,
     ) -> Iterator[BlockHash]:
-        """The hashes one by one, hashing no further than they are taken; after ``parent`` instead of the root."""
+        """The hashes one by one, after ``parent`` instead of the root; hashes at most 32 blocks more than are taken."""
         tokens = as_token_array(token_ids)
-        num_full = len(tokens) // self.block_size
-        if extra is not None and len(extra) < num_full:
-            raise ValueError(f"extra keys for {len(extra)} of {num_full} full blocks")
-        return self._iter(tokens, num_full, extra, self.root if parent is None else parent)
+        num_full = self._num_full(tokens, extra)
+        for start in range(0, num_full, _BLOCKS_AT_ONCE):
+            end = min(start + _BLOCKS_AT_ONCE, num_full)
+            part = tokens[start * self.block_size : end * self.block_size]
+            hashes = self._hash(part, None if extra is None else extra[start:end], parent or self.root)
+            parent = hashes[-1]
+            yield from hashes
 
     def chain(self, token_ids: TokenIds, extra: Sequence[ExtraKeys | None] | None = None) -> BlockChain:
         """The growing chain of one request."""
         return BlockChain(self, token_ids, extra)
 
-    def _iter(
-        self,
-        tokens: npt.NDArray[np.int32],
-        num_full: int,
-        extra: Sequence[ExtraKeys | None] | None,
-        parent: BlockHash,
-    ) -> Iterator[BlockHash]:
-        if not num_full:
-            return
+    def _num_full(self, tokens: npt.NDArray[np.int32], extra: Sequence[ExtraKeys | None] | None) -> int:
+        num_full = len(tokens) // self.block_size
+        if extra is not None and len(extra) < num_full:
+            raise ValueError(f"extra keys for {len(extra)} of {num_full} full blocks")
+        return num_full
+
+    def _hash(
+        self, tokens: npt.NDArray[np.int32], extra: Sequence[ExtraKeys | None] | None, parent: BlockHash
+    ) -> list[BlockHash]:
+        """The hashes of whole blocks after ``parent``."""
         size = self.block_size
-        digest = self._digest
-        by_hand = self._cbor or size <= _MAX_HAND_PICKLED_TOKENS
-        data, ends = (_cbor_tokens if self._cbor else _pickle_tokens)(tokens[: num_full * size], size)
-        open_tuple, close = (_cbor_frame if self._cbor else _pickle_frame)(size)
-        head = _cbor_head if self._cbor else _pickle_head
-        heads: dict[int, bytes] = {}
-        start = 0
-        for block, end in enumerate(ends):
-            if (extra is None or not extra[block]) and by_hand:
-                length = end - start
-                prefix = heads.get(length)
-                if prefix is None:
-                    prefix = heads[length] = head(len(parent), length, len(open_tuple) + len(close))
-                parent = digest(prefix + parent + open_tuple + data[start:end] + close)
+        if extra is not None or (not self._cbor and size > _MAX_HAND_PICKLED_TOKENS):
+            return self._hash_with_extra(tokens, extra, parent)
+        hashes: list[BlockHash] = []
+        if not tokens.size:
+            return hashes
+        heads: Iterable[bytes]
+        if self._cbor:
+            pieces, borders = _cbor_pieces(tokens, size)
+            heads = repeat(b"\x83" + _cbor_uint(2, len(parent)))
+        else:
+            pieces, borders = _pickle_pieces(tokens, size)
+            lengths = np.diff(borders).tolist()
+            by_length = {length: _pickle_head(len(parent), length) for length in set(lengths)}
+            heads = map(by_length.__getitem__, lengths)
+        ends = borders.tolist()
+        spans = zip(heads, ends, ends[1:], strict=False)
+        if self._is_sha:
+            sha256 = hashlib.sha256
+            for head, start, end in spans:
+                parent = sha256(head + parent + pieces[start:end]).digest()
+                hashes.append(parent)
+        else:
+            digest = self._digest
+            for head, start, end in spans:
+                parent = digest(head + parent + pieces[start:end])
+                hashes.append(parent)
+        return hashes
+
+    def _hash_with_extra(
+        self, tokens: npt.NDArray[np.int32], extra: Sequence[ExtraKeys | None] | None, parent: BlockHash
+    ) -> list[BlockHash]:
+        """Block by block where the libraries are needed, in stretches where they are not."""
+        size = self.block_size
+        num_full = len(tokens) // size
+        hashes: list[BlockHash] = []
+        while (block := len(hashes)) < num_full:
+            plain = block
+            while extra is not None and plain < num_full and not extra[plain]:
+                plain += 1
+            if plain > block and (self._cbor or size <= _MAX_HAND_PICKLED_TOKENS):
+                hashes += self._hash(tokens[block * size : plain * size], None, parent)
             else:
-                keys = extra[block] if extra is not None else None
                 ids = tuple(tokens[block * size : (block + 1) * size].tolist())
-                parent = digest(serialise_block(self._cbor, parent, ids, keys))
-            yield parent
-            start = end
+                keys = extra[block] if extra is not None else None
+                hashes.append(self._digest(serialise_block(self._cbor, parent, ids, keys)))
+            parent = hashes[-1]
+        return hashes
 
 
 class BlockChain:
@@ -227,10 +262,9 @@ class BlockChain:
         num_full = len(self.token_ids) // size
         if num_full == num_old:
             return
-        fresh = np.array(self.token_ids[num_old * size : num_full * size], dtype=np.int32)
+        fresh = np.frombuffer(self.token_ids[num_old * size : num_full * size], dtype=np.int32)
         extra = None if self._extra is None else [self.extra_of(block) for block in range(num_old, num_full)]
-        parent = self.hashes[-1] if self.hashes else self.scheme.root
-        hashes = list(self.scheme._iter(fresh, num_full - num_old, extra, parent))
+        hashes = self.scheme._hash(fresh, extra, self.hashes[-1] if self.hashes else self.scheme.root)
         self.hashes += hashes
         self.keys += pack_keys(hashes)
 
@@ -258,12 +292,14 @@ def as_token_array(token_ids: TokenIds) -> npt.NDArray[np.int32]:
         tokens = np.frombuffer(token_ids, dtype="<i4").astype(np.int32, copy=False)
     else:
         try:
-            packed = token_ids if isinstance(token_ids, array) and token_ids.typecode == "i" else array("i", token_ids)
+            # "I" takes a list three times as fast as "i" does, and refuses what is negative.
+            if not isinstance(token_ids, array) or token_ids.typecode not in "iI":
+                token_ids = array("I", token_ids)
         except OverflowError:
             raise ValueError(f"a token id is outside 0 to {MAX_TOKEN_ID}") from None
         except TypeError as error:
             raise ValueError(f"a token id is not an integer: {error}") from None
-        tokens = np.frombuffer(packed, dtype=np.int32)
+        tokens = np.frombuffer(token_ids, dtype=np.int32)
     if tokens.size and int(tokens.min()) < 0:
         raise ValueError(f"a token id is outside 0 to {MAX_TOKEN_ID}")
     return tokens
@@ -282,7 +318,7 @@ def serialise_block(cbor: bool, parent: BlockHash, token_ids: tuple[int, ...], e
 
 
 def _sha256_digest(data: bytes) -> bytes:
-    return hashlib.sha256(data, usedforsecurity=True).digest()
+    return hashlib.sha256(data).digest()
 
 
 def _cbor_uint(major: int, value: int) -> bytes:
@@ -300,64 +336,90 @@ def _cbor_text(text: str) -> bytes:
     return _cbor_uint(3, len(data)) + data
 
 
-def _cbor_head(parent_bytes: int, token_bytes: int, rest_bytes: int) -> bytes:
-    return b"\x83" + _cbor_uint(2, parent_bytes)
+def _cbor_pieces(tokens: npt.NDArray[np.int32], block_size: int) -> tuple[bytes, npt.NDArray[np.int64]]:
+    """What follows the parent in each block: the array of ids and null; joined, and the borders."""
+    return _join(_words(_cbor_words, tokens), block_size, _cbor_uint(4, block_size), b"\xf6")
 
 
-def _cbor_frame(block_size: int) -> tuple[bytes, bytes]:
-    return _cbor_uint(4, block_size), b"\xf6"
+def _cbor_words(tokens: npt.NDArray[np.int32]) -> npt.NDArray[np.uint64]:
+    """CBOR of each id in the low bytes of a little-endian word, the number of bytes in its highest."""
+    swapped = tokens.byteswap().view(np.uint32).astype(np.uint64)
+    return np.select(
+        [tokens < 24, tokens < 1 << 8, tokens < 1 << 16],
+        [
+            swapped >> np.uint64(24) | _width(1),
+            swapped >> np.uint64(16) & np.uint64(0xFF00) | np.uint64(0x18) | _width(2),
+            swapped >> np.uint64(8) & np.uint64(0xFFFF00) | np.uint64(0x19) | _width(3),
+        ],
+        swapped << np.uint64(8) | np.uint64(0x1A) | _width(5),
+    )
 
 
-def _cbor_tokens(tokens: npt.NDArray[np.int32], block_size: int) -> tuple[bytes, list[int]]:
-    """CBOR of each id, joined, and where each block ends."""
-    big_endian = tokens.astype(">u4").view(np.uint8).reshape(-1, 4)
-    cells = np.empty((len(tokens), 5), dtype=np.uint8)
-    cells[:, 1:] = big_endian
-    widths = np.full(len(tokens), 5, dtype=np.int64)
-    heads = np.full(len(tokens), 0x1A, dtype=np.uint8)
-    for limit, width, head in ((1 << 16, 3, 0x19), (1 << 8, 2, 0x18), (24, 1, 0)):
-        small = tokens < limit
-        if not small.any():
-            break
-        widths[small] = width
-        heads[small] = head
-    # The head stands right before the bytes kept: at column 5 - width (an id below 24 is its own head).
-    rows = np.arange(len(tokens))
-    lead = widths > 1
-    cells[rows[lead], (5 - widths)[lead]] = heads[lead]
-    kept = np.arange(5)[None, :] >= (5 - widths)[:, None]
-    return cells[kept].tobytes(), _block_ends(widths, block_size)
+def _pickle_head(parent_bytes: int, piece_bytes: int) -> bytes:
+    """PROTO 5, FRAME length, SHORT_BINBYTES length: what stands before the parent."""
+    return b"\x80\x05\x95" + (2 + parent_bytes + piece_bytes).to_bytes(8, "little") + b"C" + bytes([parent_bytes])
 
 
-def _pickle_head(parent_bytes: int, token_bytes: int, rest_bytes: int) -> bytes:
-    # PROTO 5, FRAME length, SHORT_BINBYTES; the memo of the parent follows it in the opening of the tuple.
-    frame = 2 + parent_bytes + token_bytes + rest_bytes
-    return b"\x80\x05\x95" + frame.to_bytes(8, "little") + b"C" + bytes([parent_bytes])
+def _pickle_pieces(tokens: npt.NDArray[np.int32], block_size: int) -> tuple[bytes, npt.NDArray[np.int64]]:
+    """What follows the parent in each block: MEMOIZE, the tuple of ids and None; joined, and the borders.
 
-
-def _pickle_frame(block_size: int) -> tuple[bytes, bytes]:
-    # MEMOIZE, MARK ... TUPLE (or TUPLE1..3), MEMOIZE, NONE, TUPLE3, MEMOIZE, STOP
+    A tuple of up to 3 has an opcode of its own and no MARK.
+    """
+    words = _words(_pickle_words, tokens)
+    end = b"N\x87\x94."
     if block_size <= 3:
-        return b"\x94", bytes([0x84 + block_size]) + b"\x94N\x87\x94."
-    return b"\x94(", b"t\x94N\x87\x94."
+        return _join(words, block_size, b"\x94", bytes([0x84 + block_size]) + b"\x94" + end)
+    return _join(words, block_size, b"\x94(", b"t\x94" + end)
 
 
-def _pickle_tokens(tokens: npt.NDArray[np.int32], block_size: int) -> tuple[bytes, list[int]]:
-    """Pickle opcodes of each id (BININT1, BININT2, BININT), joined, and where each block ends."""
-    cells = np.empty((len(tokens), 5), dtype=np.uint8)
-    cells[:, 1:] = tokens.astype("<u4").view(np.uint8).reshape(-1, 4)
-    widths = np.full(len(tokens), 5, dtype=np.int64)
-    cells[:, 0] = ord("J")
-    for limit, width, opcode in ((1 << 16, 3, "M"), (1 << 8, 2, "K")):
-        small = tokens < limit
-        if not small.any():
-            break
-        widths[small] = width
-        cells[small, 0] = ord(opcode)
-    kept = np.arange(5)[None, :] < widths[:, None]
-    return cells[kept].tobytes(), _block_ends(widths, block_size)
+def _pickle_words(tokens: npt.NDArray[np.int32]) -> npt.NDArray[np.uint64]:
+    """BININT1, BININT2 or BININT of each id in the low bytes of a word, the number of bytes in its highest."""
+    values = tokens.astype(np.uint64) << np.uint64(8)
+    return np.select(
+        [tokens < 1 << 8, tokens < 1 << 16],
+        [values | np.uint64(ord("K")) | _width(2), values | np.uint64(ord("M")) | _width(3)],
+        values | np.uint64(ord("J")) | _width(5),
+    )
 
 
-def _block_ends(widths: npt.NDArray[np.int64], block_size: int) -> list[int]:
-    ends: list[int] = widths.reshape(-1, block_size).sum(axis=1).cumsum().tolist()
-    return ends
+def _width(num_bytes: int) -> np.uint64:
+    return np.uint64(num_bytes << 56)
+
+
+_Words: TypeAlias = Callable[[npt.NDArray[np.int32]], npt.NDArray[np.uint64]]
+_TABLE_SIZE = 1 << 18  # ids of nearly every vocabulary; 2 MiB
+
+
+@functools.cache
+def _word_table(words: _Words) -> npt.NDArray[np.uint64]:
+    return words(np.arange(_TABLE_SIZE, dtype=np.int32))
+
+
+def _words(words: _Words, tokens: npt.NDArray[np.int32]) -> npt.NDArray[np.uint64]:
+    if int(tokens.max()) < _TABLE_SIZE:
+        return _word_table(words).take(tokens)
+    return words(tokens)
+
+
+def _join(
+    words: npt.NDArray[np.uint64], block_size: int, before: bytes, after: bytes
+) -> tuple[bytes, npt.NDArray[np.int64]]:
+    """The bytes of the words, block by block between ``before`` and ``after``, and the borders."""
+    num_blocks = words.size // block_size
+    widths = (words >> np.uint64(56)).astype(np.int64)
+    ends = widths.cumsum()
+    frame = len(before) + len(after)
+    block_ends = ends[block_size - 1 :: block_size] + frame * np.arange(1, num_blocks + 1)
+    total = int(block_ends[-1])
+    data = np.empty(total + 8, dtype=np.uint8)
+    at = (ends - widths).reshape(num_blocks, block_size)
+    at += len(before) + frame * np.arange(num_blocks)[:, None]
+    # Whole words are laid over one another in rising order: what one writes too far the next one covers.
+    overlaid = np.ndarray((total + 1,), dtype="<u8", buffer=data.data, strides=(1,))
+    overlaid[at.reshape(-1)] = words
+    borders = np.concatenate(([0], block_ends))
+    for offset, byte in enumerate(before):
+        data[borders[:-1] + offset] = byte
+    for offset, byte in enumerate(after, -len(after)):
+        data[block_ends + offset] = byte
+    return data[:total].tobytes(), borders
