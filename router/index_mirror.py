@@ -1,9 +1,10 @@
 """Keeps the prefix index in this process equal to the replicas' caches, from what they write to Redis.
 
-Each replica generation is one feed: its snapshot, then its stream of numbered event batches after it. Four things can
-go wrong, and each ends in a fresh snapshot: a gap in the numbers, a stream that was cut too short, an event that never
-arrived, a count that differs. The last two show when the replica's lease, which tells its last number and its block
-count, is compared with the index (``audit``), so that even an idle replica heals within a heartbeat.
+Each replica generation is one feed: its snapshot, then its stream of numbered event batches after it. What can go
+wrong shows as a gap in the numbers or, by the lease, which tells the replica's last number and its block count, as
+events that never came or a count that differs (``audit``); so even an idle replica's lost event heals within a
+heartbeat. Then a snapshot from after the hole is needed. If the one in Redis is older, the replica is asked for a new
+one; until it comes the events after the hole are applied all the same: stale is better than nothing.
 """
 
 import asyncio
@@ -31,19 +32,24 @@ _READ_BLOCK_MS = 100  # also how late a new feed is noticed
 _MAX_LOADS_AT_ONCE = 4
 _FIRST_RETRY_S, _LAST_RETRY_S = 0.1, 2.0
 _ENOUGH_TRIES = 5  # a router whose Redis never holds a snapshot serves all the same
-_MAX_SKIPPED_EVENTS = 1 << 16
+_MAX_SKIPPED_EVENTS = 1 << 20
+_WANTED_MS = 10_000
 
 
 @dataclass(slots=True)
 class _Feed:
     replica: str
     generation: str
-    is_live: bool = False  # loaded, and the stream joins on as far as is known
-    load_at_s: float = 0.0  # when to read the snapshot, while it is not live
-    num_tries: int = 0  # loads since it was last seen to be right
-    num_reads: int = 0  # completed reads of the stream while live
-    num_bad_events: int = 0
+    is_loaded: bool = False  # its events are read and applied
+    needed_seq: int = 0  # over 0: something is missing before this number, a snapshot from there on is needed
+    load_at_s: float = 0.0  # when to look for that snapshot
+    num_tries: int = 0  # such looks since the feed was last seen to be right
+    num_reads: int = 0  # completed reads of the stream
     behind: tuple[int, int] | None = None  # (events applied, reads) when the lease was first ahead of the index
+
+    @property
+    def is_due(self) -> bool:
+        return not self.is_loaded or self.needed_seq > 0
 
 
 class IndexMirror:
@@ -92,35 +98,40 @@ class IndexMirror:
 
     def is_loaded(self) -> bool:
         """Whether every replica's snapshot and the stream after it have been read, or tried often enough."""
-        return all(feed.num_reads or feed.num_tries >= _ENOUGH_TRIES for feed in self._feeds.values())
+        return all(
+            feed.num_tries >= _ENOUGH_TRIES or (feed.num_reads and not feed.needed_seq) for feed in self._feeds.values()
+        )
 
     @property
     def mode(self) -> str:
-        """``live``; ``snapshot`` while one is being loaded; ``local`` while Redis is away."""
+        """``live``; ``snapshot`` while one is waited for; ``local`` while Redis is away."""
         if not self.online:
             return "local"
-        return "live" if all(feed.is_live for feed in self._feeds.values()) else "snapshot"
+        return "snapshot" if any(feed.is_due for feed in self._feeds.values()) else "live"
 
     def audit(self, lease: common_pb2.ReplicaLease) -> None:
         """Compare what a lease says of the cache with the index; ask for a snapshot when it can only be wrong."""
         feed = self._feeds.get(lease.replica)
-        if feed is None or feed.generation != lease.generation or not feed.is_live:
+        if feed is None or feed.generation != lease.generation or feed.is_due:
             return
         applied = self.index.last_seq(lease.replica)
-        if lease.cache.last_seq > applied:
-            # The events stood in the stream before the lease was written. A whole read later they are lost.
+        last_seq = lease.cache.last_seq
+        if last_seq > applied:
+            # The lease may be a moment ahead of the stream. Two whole reads later its events are lost.
             if feed.behind is None or feed.behind[0] != applied:
                 feed.behind = (applied, feed.num_reads)
             elif feed.num_reads > feed.behind[1] + 1:
-                self._resync(feed, f"events {applied + 1} to {lease.cache.last_seq} never came")
+                self._need_snapshot(feed, last_seq, f"events {applied + 1} to {last_seq} never came")
             return
         feed.behind = None
-        if lease.cache.last_seq == applied:
-            held = self.index.num_blocks(lease.replica)
-            if held != lease.cache.resident_hashes:
-                self._resync(feed, f"the index holds {held} blocks, the replica {lease.cache.resident_hashes}")
-            else:
-                feed.num_tries = 0
+        if last_seq < applied:
+            return  # the lease is older than the last events
+        held = self.index.num_blocks(lease.replica)
+        if held == lease.cache.resident_hashes:
+            feed.num_tries = 0
+        else:
+            reason = f"the index holds {held} blocks, the replica {lease.cache.resident_hashes}"
+            self._need_snapshot(feed, applied, reason)
 
     async def run(self) -> None:
         """Load, read and apply until stopped. Goes on by itself when Redis comes back."""
@@ -140,38 +151,45 @@ class IndexMirror:
 
     async def _load_due(self) -> None:
         now = time.monotonic()
-        due = [feed for feed in self._feeds.values() if not feed.is_live and feed.load_at_s <= now]
+        due = [feed for feed in self._feeds.values() if feed.is_due and feed.load_at_s <= now]
         due.sort(key=lambda feed: feed.load_at_s)
         await asyncio.gather(*(self._load(feed) for feed in due[:_MAX_LOADS_AT_ONCE]))
 
     async def _load(self, feed: _Feed) -> None:
+        """Take the snapshot if it is from after what is missing; else ask the replica for a new one, and wait."""
         data: Any = await self._client.get(self._keys.snapshot(feed.replica, feed.generation))
         if self._feeds.get(feed.replica) is not feed:
             return
         feed.num_tries += 1
-        is_known = self.index.generation(feed.replica) == feed.generation
-        if data is None:
-            if is_known:  # it will be written again; until then the index is the best there is
-                self._retry_later(feed)
-                return
-            snapshot = Snapshot(feed.replica, feed.generation, 0, ())  # a stream from event 1 on needs no other
-        else:
-            try:
-                snapshot = decode_snapshot(data)
-            except EventDecodeError as error:
-                self._metrics.index_bad_events.inc()
-                self._retry_later(feed)
-                log.warning("bad snapshot replica=%s error=%r", feed.replica, str(error))
-                return
-        if is_known and snapshot.seq < self.index.last_seq(feed.replica):
-            self.index.drop(feed.replica)  # go back, and forward again by the stream
+        snapshot = self._decoded(feed, data)
+        if feed.is_loaded and (snapshot is None or snapshot.seq < feed.needed_seq):
+            await self._client.set(self._keys.wanted(feed.replica, feed.generation), b"1", px=_WANTED_MS)
+            self._look_later(feed)
+            return
+        if snapshot is None:
+            # The stream may begin with event 1; if it does not, that shows as a gap.
+            snapshot = Snapshot(feed.replica, feed.generation, 0, ())
+        # An older snapshot than what stands here is a step back: the stream leads forward again.
+        self.index.drop(feed.replica)
         self.index.load(feed.replica, snapshot)
-        feed.is_live = True
+        feed.is_loaded = True
+        feed.needed_seq = 0
+        feed.num_reads = 0
         feed.behind = None
         self._applied(feed)
 
+    def _decoded(self, feed: _Feed, data: bytes | None) -> Snapshot | None:
+        if data is None:
+            return None
+        try:
+            return decode_snapshot(data)
+        except EventDecodeError as error:
+            self._metrics.index_bad_events.inc()
+            log.warning("bad snapshot replica=%s error=%r", feed.replica, str(error))
+            return None
+
     async def _read_streams(self) -> None:
-        feeds = {self._keys.events(f.replica, f.generation).encode(): f for f in self._feeds.values() if f.is_live}
+        feeds = {self._keys.events(f.replica, f.generation).encode(): f for f in self._feeds.values() if f.is_loaded}
         if not feeds:
             await asyncio.sleep(_READ_BLOCK_MS / 1000)
             await self._client.ping()
@@ -183,49 +201,55 @@ class IndexMirror:
             if self._feeds.get(feed.replica) is not feed:
                 continue
             for entry_id, fields in entries:
-                if feed.is_live:
-                    self._take(feed, entry_id, fields)
+                self._take(feed, entry_id, fields)
             self._applied(feed)
         for feed in feeds.values():
-            if feed.is_live:
-                feed.num_reads += 1
+            feed.num_reads += 1
 
     def _take(self, feed: _Feed, entry_id: bytes, fields: dict[bytes, bytes]) -> None:
-        applied = self.index.last_seq(feed.replica)
         try:
             batch = decode_batch(fields[_FIELD])
             if (batch.replica, batch.generation) != (feed.replica, feed.generation):
                 raise EventDecodeError(f"it is of {batch.replica!r} generation {batch.generation!r}")
         except (KeyError, EventDecodeError) as error:
             log.warning("bad event batch replica=%s entry=%s error=%r", feed.replica, entry_id.decode(), str(error))
-            missing = int(entry_id.split(b"-")[0]) - applied
-            if not 0 < missing <= _MAX_SKIPPED_EVENTS:
-                self._metrics.index_bad_events.inc()
-                self._resync(feed, "a bad batch with a number out of reach")
-                return
-            # It is skipped with the numbers it took; what it told is put right by the next audit.
-            bad = Malformed(str(error))
-            batch = EventBatch(feed.replica, feed.generation, applied + 1, (bad,) * missing)
-        outcome = self.index.apply(feed.replica, batch)
-        if outcome is Outcome.GAP:
+            self._metrics.index_bad_events.inc()
+            last_seq = int(entry_id.split(b"-")[0])  # it took the numbers up to its entry's
+            self._need_snapshot(feed, last_seq, "a bad batch")
+            self._skip_to(feed, last_seq, str(error))
+            return
+        bad_events = sum(isinstance(event, Malformed) for event in batch.events)
+        if bad_events:
+            self._metrics.index_bad_events.inc(bad_events)
+            self._need_snapshot(feed, batch.last_seq, f"{bad_events} bad events")
+        if self.index.apply(feed.replica, batch) is Outcome.GAP:
             self._metrics.index_gaps.inc()
-            self._resync(feed, f"events {applied + 1} to {batch.first_seq - 1} are missing")
-        bad_events = self.index.num_bad_events(feed.replica)
-        if bad_events > feed.num_bad_events:
-            self._metrics.index_bad_events.inc(bad_events - feed.num_bad_events)
-        feed.num_bad_events = bad_events
+            first = self.index.last_seq(feed.replica) + 1
+            self._need_snapshot(feed, batch.first_seq - 1, f"events {first} to {batch.first_seq - 1} are missing")
+            self._skip_to(feed, batch.first_seq - 1, "missing")
+            self.index.apply(feed.replica, batch)
+
+    def _skip_to(self, feed: _Feed, seq: int, reason: str) -> None:
+        """Go on after event ``seq`` as if what lies before it had said nothing."""
+        applied = self.index.last_seq(feed.replica)
+        if seq - applied > _MAX_SKIPPED_EVENTS:
+            self.index.load(feed.replica, Snapshot(feed.replica, feed.generation, seq, ()))
+        elif seq > applied:
+            nothing = (Malformed(reason),) * (seq - applied)
+            self.index.apply(feed.replica, EventBatch(feed.replica, feed.generation, applied + 1, nothing))
 
     def _applied(self, feed: _Feed) -> None:
         self._metrics.index_blocks.labels(feed.replica).set(self.index.num_blocks(feed.replica))
         self._on_applied(feed.replica, self.index.last_seq(feed.replica))
 
-    def _resync(self, feed: _Feed, reason: str) -> None:
-        """Read the snapshot again. What stands in the index stays until then: stale is better than nothing."""
-        self._metrics.index_resyncs.inc()
-        log.warning("index resync replica=%s generation=%s reason=%r", feed.replica, feed.generation, reason)
-        feed.is_live = False
-        self._retry_later(feed)
+    def _need_snapshot(self, feed: _Feed, seq: int, reason: str) -> None:
+        if not feed.needed_seq:
+            self._metrics.index_resyncs.inc()
+            log.warning("index resync replica=%s generation=%s reason=%r", feed.replica, feed.generation, reason)
+            self._look_later(feed)
+        feed.needed_seq = max(feed.needed_seq, seq, 1)
 
-    def _retry_later(self, feed: _Feed) -> None:
+    def _look_later(self, feed: _Feed) -> None:
+        """Jittered, so that many routers do not ask in one moment, and later each time."""
         delay_s = min(_LAST_RETRY_S, _FIRST_RETRY_S * 2 ** min(feed.num_tries, 8))
         feed.load_at_s = time.monotonic() + delay_s * self._rng.uniform(0.5, 1.5)

@@ -44,6 +44,10 @@ class FleetKeys:
         """Its resident blocks, with the sequence number they stand at."""
         return f"{self._prefix}snapshot:{replica}:{generation}"
 
+    def wanted(self, replica: str, generation: str) -> str:
+        """Set by a router that needs a newer snapshot; the replica's next heartbeat takes it away and writes one."""
+        return f"{self._prefix}wanted:{replica}:{generation}"
+
 
 def connect_redis(url: str) -> "redis_asyncio.Redis":
     """A client that neither waits long nor retries by itself: its callers go on without Redis."""

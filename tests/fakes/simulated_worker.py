@@ -55,6 +55,7 @@ class Faults:
     cut_after_tokens: int | None = None  # streams break off with UNAVAILABLE
     is_hung: bool = False  # requests neither end nor fail
     lost_batches: int = 0  # so many event batches never reach Redis
+    corrupt_batches: int = 0  # so many arrive as rubbish
     is_silent: bool = False  # no lease is written
     is_reporting_paused: bool = False  # neither lease nor events
 
@@ -315,7 +316,11 @@ class SimulatedWorker(worker_pb2_grpc.WorkerServicer):
                     continue
                 try:
                     stream = self._key(f"events:{self.spec.replica}:{self.generation}")
-                    await self._redis.xadd(stream, {"b": encode_batch(batch)}, id=f"{batch.last_seq}-0", maxlen=4096)
+                    data = encode_batch(batch)
+                    if self.faults.corrupt_batches:
+                        self.faults.corrupt_batches -= 1
+                        data = b"\x00rubbish"
+                    await self._redis.xadd(stream, {"b": data}, id=f"{batch.last_seq}-0", maxlen=4096)
                     await self._redis.pexpire(stream, int(self.spec.lease_s * 10_000))
                 except (RedisError, OSError):
                     self._needs_snapshot = True
@@ -330,9 +335,11 @@ class SimulatedWorker(worker_pb2_grpc.WorkerServicer):
             return
         long_ms = int(self.spec.lease_s * 10_000)
         snapshot = self._key(f"snapshot:{self.spec.replica}:{self.generation}")
-        if not self._needs_snapshot and not await self._redis.pexpire(snapshot, long_ms):
+        if not await self._redis.pexpire(snapshot, long_ms):
             self._needs_snapshot = True  # Redis was emptied
-        if self._needs_snapshot or self._heartbeat % 10 == 0:
+        if await self._redis.delete(self._key(f"wanted:{self.spec.replica}:{self.generation}")):
+            self._needs_snapshot = True  # a router has missed something
+        if self._needs_snapshot:
             self._needs_snapshot = False
             taken = encode_snapshot(self.cache.snapshot())
             await self._redis.set(snapshot, taken, px=long_ms)
