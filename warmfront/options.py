@@ -120,6 +120,7 @@ FILE = click.Path(path_type=Path)
 FLAGS: tuple[Flag, ...] = (
     Flag("model", FILE, "Hugging Face folder or GGUF file. Default: the packaged SmolLM2."),
     Flag("served-model-name", str, "The name that clients ask for. Default: the model's own."),
+    Flag("engine", click.Choice(["model", "simulated"]), "simulated: no model, all else real; for load tests."),
     Flag("replicas", click.IntRange(1, 64), "Workers to start."),
     Flag("routers", click.IntRange(1, 16), "Routers to start; they share the HTTP and gRPC ports."),
     Flag("without-ray", click.BOOL, "Plain child processes instead of a local Ray cluster."),
@@ -181,6 +182,14 @@ FLAGS: tuple[Flag, ...] = (
     Flag("max-num-seqs", click.IntRange(min=1), "Requests computed at once."),
     Flag("max-model-len", click.IntRange(min=2), "Prompt and output together, in tokens. Default: the model's."),
     Flag("max-queue", COUNT, "Requests waiting at most; above it clients get 429."),
+    Flag(
+        "prefill-tokens-per-s",
+        click.FloatRange(0, min_open=True),
+        "Simulated engine: prompt tokens per second.",
+    ),
+    Flag("decode-time", Duration(), "Simulated engine: of a step in which answers grow.", "decode_time_s"),
+    Flag("time-scale", click.FloatRange(0, min_open=True), "Simulated engine: all takes so many times as long."),
+    Flag("fault", str, "Simulated engine: die:TOKENS, hang:TOKENS, error:SHARE, lag:200ms, with commas between."),
     Flag("heartbeat", Duration(), "How often a worker renews its lease.", "heartbeat_s"),
     Flag("lease", Duration(), "A replica without a heartbeat for this long is gone.", "lease_s"),
     Flag(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import socket
+from dataclasses import replace
 from typing import Any
 
 import click
@@ -27,18 +28,19 @@ def router(**params: Any) -> int:
 @click.command()
 @with_options("worker")
 @click.option("--plan", is_flag=True, help="Print what fits into the memory, and end.")
-def worker(*, plan: bool, **params: Any) -> int:
+@click.option("--count", type=click.IntRange(1, 256), default=1, help="So many simulated replicas in this process.")
+def worker(*, plan: bool, count: int, **params: Any) -> int:
     """Run one worker in the foreground until SIGTERM, which drains it."""
     if plan:
-        from worker.plan import describe_plan
+        from worker.boot import plan_text
 
-        click.echo(describe_plan(fill(WorkerConfig, params, redis_url="redis://unused", replica_id="plan")))
+        click.echo(plan_text(fill(WorkerConfig, params, redis_url="redis://unused", replica_id="plan")))
         return 0
     _need_redis(params)
     config = fill(WorkerConfig, {"replica_id": socket.gethostname(), **_given(params)})
-    from worker.main import run_worker
+    from worker.main import run_workers
 
-    return run_worker(config)
+    return run_workers(_copies(config, count))
 
 
 @click.group()
@@ -66,6 +68,23 @@ def _show(command: str) -> click.Command:
 
 for _command in ("up", "router", "worker"):
     show.add_command(_show(_command))
+
+
+def _copies(config: WorkerConfig, count: int) -> list[WorkerConfig]:
+    """``count`` replicas of one configuration, each with a name and ports of its own."""
+    if count == 1:
+        return [config]
+    if config.engine != "simulated":
+        raise WrongUse("--count is for --engine simulated: one process runs one model")
+    return [
+        replace(
+            config,
+            replica_id=f"{config.replica_id}-{number}",
+            port=config.port and config.port + number,
+            metrics_port=config.metrics_port and config.metrics_port + number,
+        )
+        for number in range(count)
+    ]
 
 
 def _given(params: dict[str, Any]) -> dict[str, Any]:

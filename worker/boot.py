@@ -7,8 +7,7 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Callable
-from dataclasses import dataclass, fields
+from dataclasses import fields
 from pathlib import Path
 
 import psutil
@@ -17,7 +16,6 @@ from tokenizers import Tokenizer
 from warmfront_pb.v1 import inference_pb2
 
 from worker.config import ConfigError, WorkerConfig
-from worker.engine import Runner
 from worker.loading import (
     LoadedModel,
     default_model_path,
@@ -30,26 +28,13 @@ from worker.loading.tokenizer import TokenizerFiles, load_tokenizer
 from worker.model_runner import ModelRunner
 from worker.models.config import GenerationDefaults, ModelConfig
 from worker.plan import MemoryPlan, activation_bytes, describe, plan_blocks, plan_cpu, plan_device
-from worker.replica import ModelCard
+from worker.replica import Loaded, ModelCard, Progress
 
 logger = logging.getLogger(__name__)
-
-Progress = Callable[[str, float], None]
-"""Takes what is being done and the share of it that is done, 0 to 1."""
 
 MIN_MODEL_LEN = 2  # one prompt token, one answer token
 _CPU_STEP_TOKENS, _CUDA_STEP_TOKENS = 512, 8192
 _QUANTISATION = re.compile(r"[._-](?:[Ii]?Q\d\w*|B?F16|F32)$")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Loaded:
-    """A model ready to run, and what the serving half must know of it."""
-
-    card: ModelCard
-    runner: Runner
-    num_blocks: int  # scratch block included
-    max_num_batched_tokens: int
 
 
 def load_replica(config: WorkerConfig, progress: Progress) -> Loaded:

@@ -34,6 +34,7 @@ class WorkerConfig:
     redis_url: str = field(repr=False)  # redis:// or rediss://
     fleet: str = "default"
 
+    engine: str = "model"  # or "simulated": no model, the time that a cost model says, the rest real
     model: Path | None = None  # Hugging Face folder or GGUF file; None: the packaged SmolLM2
     served_model_name: str | None = None  # None: the name that the model's files give
 
@@ -68,6 +69,12 @@ class WorkerConfig:
     heartbeat_s: float = 1.0
     lease_s: float = 5.0
     drain_deadline_s: float = 30.0
+    # Of the simulated engine alone:
+    prefill_tokens_per_s: float = 40_000.0
+    decode_time_s: float = 0.02  # of a step in which answers grow
+    time_scale: float = 1.0  # everything takes so many times as long
+    fault: str | None = None  # die:TOKENS, hang:TOKENS, error:SHARE, lag:200ms, with commas between them
+
     metrics_port: int | None = None  # None: off; 0: any free one
     compat_metrics: bool = False
     log_json: bool = False
@@ -137,6 +144,7 @@ class WorkerConfig:
 
     def _check_engine(self) -> None:
         choices = (
+            ("--engine", self.engine, ("model", "simulated")),
             ("--dtype", self.dtype, ("auto", "float32", "bfloat16")),
             ("--mode", self.mode, ("fast", "deterministic")),
             ("--log-level", self.log_level.upper(), ("DEBUG", "INFO", "WARNING", "ERROR")),
@@ -146,6 +154,13 @@ class WorkerConfig:
                 raise ConfigError(f"{flag} {value!r} is none of {', '.join(allowed)}")
         if self.kv_cache_dtype != "auto":
             raise ConfigError(f"--kv-cache-dtype {self.kv_cache_dtype!r} is not there yet; only auto works")
+        if self.fault and self.engine != "simulated":
+            raise ConfigError("--fault is for --engine simulated")
+        for flag, rate in (("--prefill-tokens-per-s", self.prefill_tokens_per_s), ("--time-scale", self.time_scale)):
+            if not rate > 0:
+                raise ConfigError(f"{flag} {rate:g} is not over 0")
+        if self.decode_time_s < 0:
+            raise ConfigError(f"--decode-time {self.decode_time_s:g}s is below 0")
         positive = (
             ("--max-num-batched-tokens", self.max_num_batched_tokens),
             ("--max-num-seqs", self.max_num_seqs),

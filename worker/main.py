@@ -19,8 +19,8 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Sequence
+from typing import Any, TypeAlias
 
 from warmfront_pb.v1 import common_pb2
 
@@ -30,20 +30,17 @@ from worker.config import WorkerConfig
 from worker.detokenizer import TokenTable
 from worker.engine import Engine, StepReport
 from worker.metrics import WorkerMetrics
-from worker.replica import Replica
+from worker.replica import Loaded, Progress, Replica
 from worker.reporter import ContractMismatchError, FencedError, RegistryError, Reporter
 from worker.scheduler import Limits
 from worker.service import WorkerServer, WorkerService
-
-if TYPE_CHECKING:
-    from worker.boot import Loaded, Progress
 
 logger = logging.getLogger(__name__)
 
 EXIT_OK, EXIT_FAILED, EXIT_WRONG_USE = 0, 1, 2
 _CUT_GRACE_S = 2.0  # for what was cut at the drain deadline to hear of it
 
-Loader = Callable[[WorkerConfig, "Progress"], "Loaded"]
+Loader: TypeAlias = Callable[[WorkerConfig, Progress], Loaded]
 
 
 def run_worker(config: WorkerConfig, ready: Callable[[str], None] | None = None) -> int:
@@ -51,8 +48,27 @@ def run_worker(config: WorkerConfig, ready: Callable[[str], None] | None = None)
 
     ``ready`` gets the address (host:port) once it is READY.
     """
-    configure_logging(as_json=config.log_json, level=config.log_level)
-    return asyncio.run(_run(config, ready))
+    return run_workers([config], ready)
+
+
+def run_workers(configs: Sequence[WorkerConfig], ready: Callable[[str], None] | None = None) -> int:
+    """Run several replicas in this process, each with its own port, lease and engine; the worst of their exit codes.
+
+    For engines that take no device: simulated ones.
+    """
+    configure_logging(as_json=configs[0].log_json, level=configs[0].log_level)
+    return asyncio.run(_run(configs, ready))
+
+
+def loader_of(config: WorkerConfig) -> Loader:
+    """What makes the engine that ``config`` asks for. A simulated one needs neither torch nor a model."""
+    if config.engine == "simulated":
+        from worker.simulated import load_simulated
+
+        return load_simulated
+    from worker.boot import load_replica
+
+    return load_replica
 
 
 def configure_logging(*, as_json: bool, level: str) -> None:
@@ -64,12 +80,17 @@ def configure_logging(*, as_json: bool, level: str) -> None:
     logging.basicConfig(level=level.upper(), handlers=[handler], force=True)
 
 
-async def _run(config: WorkerConfig, ready: Callable[[str], None] | None) -> int:
-    worker = Worker(config)
+async def _run(configs: Sequence[WorkerConfig], ready: Callable[[str], None] | None) -> int:
+    workers = [Worker(config) for config in configs]
+
+    def drain() -> None:
+        for worker in workers:
+            worker.drain()
+
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, worker.drain)
-    return await worker.run(ready)
+        loop.add_signal_handler(number, drain)
+    return max(await asyncio.gather(*(worker.run(ready) for worker in workers)))
 
 
 class Worker:
@@ -93,6 +114,7 @@ class Worker:
         self._reporter: Reporter | None = None
         self._metrics: WorkerMetrics | None = None
         self._stop_metrics: Callable[[], None] = lambda: None
+        self._event_lag_s = 0.0
         self._last_progress = ("", 0)
 
     def drain(self, deadline_s: float | None = None) -> None:
@@ -184,11 +206,7 @@ class Worker:
         return True
 
     def _load_model(self) -> Loaded:
-        if self._load is not None:
-            return self._load(self._config, self._log_progress)
-        from worker.boot import load_replica
-
-        return load_replica(self._config, self._log_progress)
+        return (self._load or loader_of(self._config))(self._config, self._log_progress)
 
     def _log_progress(self, what: str, share: float) -> None:
         percent = int(share * 100)
@@ -200,6 +218,7 @@ class Worker:
 
     def _start_engine(self, loaded: Loaded, reporter: Reporter) -> None:
         config = self._config
+        self._event_lag_s = loaded.event_lag_s
         cache = PrefixCache(
             loaded.num_blocks,
             self.replica.scheme,
@@ -234,7 +253,9 @@ class Worker:
         assert self._metrics is not None
         assert self._reporter is not None
         self._metrics.observe(report, time.monotonic())
-        if report.events is not None:
+        if report.events is not None and self._event_lag_s:
+            asyncio.get_running_loop().call_later(self._event_lag_s, self._reporter.put, report.events)
+        elif report.events is not None:
             self._reporter.put(report.events)
 
     def _on_death(self, error: BaseException) -> None:

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import secrets
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import TypeAlias
 
 from warmfront_pb.v1 import common_pb2, inference_pb2, worker_pb2
 
 from cache.block_hash import HashScheme
 from worker.config import WorkerConfig
-from worker.engine import EngineSnapshot
+from worker.engine import EngineSnapshot, Runner
 from worker.metrics import HitRates
 
 PROTOCOL_VERSION = 1
@@ -36,6 +38,21 @@ class ModelCard:
     pad_token: str = ""
     adds_bos: bool = False
     defaults: inference_pb2.SamplingParams = field(default_factory=inference_pb2.SamplingParams)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Loaded:
+    """A model ready to run, and what the serving half must know of it."""
+
+    card: ModelCard
+    runner: Runner
+    num_blocks: int  # scratch block included
+    max_num_batched_tokens: int
+    event_lag_s: float = 0.0  # cache events are held back for so long: a simulated fault
+
+
+Progress: TypeAlias = Callable[[str, float], None]
+"""Takes what is being done and the share of it that is done, 0 to 1."""
 
 
 @dataclass(slots=True, kw_only=True)
