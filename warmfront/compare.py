@@ -69,7 +69,7 @@ def compare(*, file: Path | None, url: str, max_tokens: int, model: Path | None,
     """
     bodies = [{**body, "max_tokens": max_tokens, "temperature": 0} for body in read_prompts(file)]
     client = Client(url)
-    settings = _settings_of(client.url, model)
+    settings, threads = _settings_of(client.url, model)
     rows = [Row(_first_words(body), {}) for body in bodies]
     with Progress() as progress:
         name = served_model(client)
@@ -79,7 +79,7 @@ def compare(*, file: Path | None, url: str, max_tokens: int, model: Path | None,
                 progress.update(f"{column}: prompt {number} of {len(rows)}")
                 row.answers[column] = _ask(client, name, {**body, "cache_salt": salt})
         progress.update("starting a worker without a cache")
-        with uncached_cluster(settings) as other:
+        with uncached_cluster(settings, threads) as other:
             other_name = served_model(other)
             for number, (row, body) in enumerate(zip(rows, bodies, strict=True), start=1):
                 progress.update(f"no cache: prompt {number} of {len(rows)}")
@@ -118,20 +118,17 @@ def read_prompts(file: Path | None) -> list[dict[str, Any]]:
 def render(rows: Sequence[Row]) -> RenderableType:
     """The table, and one line that says what it shows."""
     table = Table(box=None, pad_edge=False)
-    table.add_column("prompt", no_wrap=True, max_width=32, overflow="ellipsis")
-    table.add_column("tokens", justify="right")
-    for column in COLUMNS:
-        table.add_column(f"TTFT {column}", justify="right")
-    for column in COLUMNS:
-        table.add_column(f"computed {column}", justify="right")
-    table.add_column("texts")
+    table.add_column("prompt", no_wrap=True, max_width=28, overflow="ellipsis")
+    for name in ("tokens", "TTFT ms cold / warm / none", "computed"):
+        table.add_column(name, justify="right", no_wrap=True)
+    table.add_column("texts", no_wrap=True)
     for row in rows:
         answers = [row.answers[column] for column in COLUMNS]
         table.add_row(
             Text(row.prompt),
             f"{answers[0].prompt_tokens:,}",
-            *(f"{answer.ttft_s * 1000:,.0f} ms" for answer in answers),
-            *(f"{answer.computed_tokens:,}" for answer in answers),
+            " / ".join(f"{answer.ttft_s * 1000:,.0f}" for answer in answers),
+            " / ".join(f"{answer.computed_tokens:,}" for answer in answers),
             Text("equal") if row.texts_equal else Text("differ", style="yellow"),
         )
     return Group(table, Text(""), Text(verdict(rows)))
@@ -156,8 +153,9 @@ def verdict(rows: Sequence[Row]) -> str:
 
 
 @contextlib.contextmanager
-def uncached_cluster(settings: dict[str, Any]) -> Iterator[Client]:
-    """A cluster of one worker that keeps nothing, for the length of the block."""
+def uncached_cluster(settings: dict[str, Any], threads: int | None) -> Iterator[Client]:
+    """A cluster of one worker that keeps nothing, with as many threads as the other's workers, for one block."""
+    env = child_environment() if threads is None else {**child_environment(), "OMP_NUM_THREADS": str(threads)}
     with tempfile.TemporaryDirectory(prefix="wf-compare-") as folder:
         config, ready, log = (Path(folder) / name for name in ("up.yaml", "ready.json", "up.log"))
         own = {"replicas": 1, "routers": 1, "http_port": 0, "grpc_port": 0, "fleet": "compare", "without_ray": True}
@@ -170,7 +168,7 @@ def uncached_cluster(settings: dict[str, Any]) -> Iterator[Client]:
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=output,
-                env=child_environment(),
+                env=env,
                 start_new_session=True,
                 preexec_fn=die_with_parent,
             )
@@ -190,17 +188,19 @@ def _ask(client: Client, model: str, body: dict[str, Any]) -> Answer:
     return client.generate(path, {**body, "model": model})
 
 
-def _settings_of(url: str, model: Path | None) -> dict[str, Any]:
-    """The flags of the workers behind ``url``, where that is a cluster of this machine."""
+def _settings_of(url: str, model: Path | None) -> tuple[dict[str, Any], int | None]:
+    """Flags and threads of the workers behind ``url``, where that is a cluster of this machine."""
     for run_dir in all_run_dirs():
         if run_dir.cluster.get("http") == url and run_dir.owner():
             settings: dict[str, Any] = run_dir.cluster["worker"]
-            return settings if model is None else {**settings, "model": str(model.absolute())}
+            if model is not None:
+                settings = {**settings, "model": str(model.absolute())}
+            return settings, run_dir.cluster["threads"]
     if model is None:
         raise WrongUse(
             f"{url} is not a cluster of this machine: say with --model what the worker without a cache shall load"
         )
-    return {"model": str(model.absolute())}
+    return {"model": str(model.absolute())}, None
 
 
 def _body(line: str, where: str) -> dict[str, Any]:

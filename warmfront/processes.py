@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import re
 import signal
 import sys
 import time
@@ -99,6 +100,9 @@ class ChildProcesses:
                 _send(child, signal.SIGKILL)
             await everything
 
+    async def close(self) -> None:
+        """Nothing is left once both roles have stopped."""
+
     async def _launch(self, child: _Child) -> None:
         with child.log.open("ab") as log:
             child.process = await asyncio.create_subprocess_exec(
@@ -142,11 +146,11 @@ def _send(child: _Child, number: signal.Signals) -> None:
 
 
 def last_line(log: Path) -> str:
-    """The last line of a log that says something: mostly why a process ended."""
+    """Why a process ended, by its log: the reason of its exit code, else the last line that says something."""
     with contextlib.suppress(OSError):
-        lines = [
-            line.strip() for line in log.read_text(encoding="utf-8", errors="replace").splitlines() if line.strip()
-        ]
-        if lines:
-            return lines[-1].removeprefix("warmfront: ")
+        text = log.read_text(encoding="utf-8", errors="replace")
+        reasons = re.findall(r" exit_code=\d+: (.+)", text)
+        lines = [line.strip() for line in text.splitlines() if line.strip()]
+        if reasons or lines:
+            return (reasons or lines)[-1].removeprefix("warmfront: ")
     return f"nothing in {log}"

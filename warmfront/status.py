@@ -67,18 +67,7 @@ def drain(*, replica: str, url: str, deadline: float, no_wait: bool) -> None:
 def render(answer: dict[str, Any], url: str) -> RenderableType:
     """The table of ``warmfront status``, with a verdict under it for each replica whose hit rate is low."""
     table = Table(title=f"fleet {answer['fleet']} at {url}", title_justify="left", box=None, pad_edge=False)
-    columns = (
-        "replica",
-        "state",
-        "blocks used",
-        "cached",
-        "of",
-        "KiB/token",
-        "hit rate 1m",
-        "all",
-        "waiting",
-        "running",
-    )
+    columns = ("replica", "state", "KV used / cached / all", "KiB/tok", "hits 1m", "hits", "waiting", "running")
     for name in columns:
         table.add_column(name, justify="left" if name in ("replica", "state") else "right", no_wrap=True)
     notes = []
@@ -86,13 +75,11 @@ def render(answer: dict[str, Any], url: str) -> RenderableType:
         table.add_row(
             replica["id"],
             Text(replica["state"], style=_STYLES.get(replica["state"], "")),
-            f"{replica['kv_blocks_used']:,}",
-            f"{replica['kv_blocks_cached']:,}",
-            f"{replica['kv_blocks']:,}",
+            " / ".join(f"{replica[key]:,}" for key in ("kv_blocks_used", "kv_blocks_cached", "kv_blocks")),
             f"{replica['kv_bytes_per_token'] / 1024:.1f}",
             percent(replica.get("hit_rate_1m")),
             percent(replica.get("hit_rate")),
-            f"{replica['waiting_tokens']:,} tok",
+            f"{replica['waiting_tokens']:,}",
             str(replica["running"]),
         )
         remarks = (replica.get(key) for key in ("hit_rate_verdict", "fault"))

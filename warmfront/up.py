@@ -50,6 +50,10 @@ class Parts(Protocol):
         """Lets the parts of one role drain; ends what is left at the deadline or when ``hurry`` is set."""
         ...
 
+    async def close(self) -> None:
+        """Ends whatever the parts ran on."""
+        ...
+
 
 @click.command()
 @with_options("up")
@@ -113,7 +117,10 @@ class _Cluster:
     def __init__(self, settings: UpConfig, params: dict[str, Any], run_dir: RunDir) -> None:
         self._settings, self._params, self._run_dir = settings, params, run_dir
         self._log_dir = settings.log_dir or run_dir.path / "logs"
-        self._env = {RUN_DIR_ENV: str(run_dir.path)}
+        # Workers that share the machine's cores do not get in each other's way.
+        cores = len(os.sched_getaffinity(0))
+        self._threads = int(os.environ.get("OMP_NUM_THREADS") or max(1, cores // settings.replicas))
+        self._env = {RUN_DIR_ENV: str(run_dir.path), "OMP_NUM_THREADS": str(self._threads)}
         self._stop, self._hurry = asyncio.Event(), asyncio.Event()
         self._valkey: EmbeddedValkey | None = None
         self._http_port = params["http_port"] or free_port()
@@ -242,6 +249,7 @@ class _Cluster:
         deadline_s = self._params["drain_deadline"] + 5
         for role in ("router", "worker"):
             await self._parts.stop(role, deadline_s, self._hurry)
+        await self._parts.close()
         if self._valkey is not None:
             self._valkey.stop()
         progress.close()
@@ -295,7 +303,8 @@ class _Cluster:
             "http": self._http,
             "grpc": self._grpc,
             "fleet": self._params["fleet"],
-            "worker": self._flags("worker", {}),  # what `compare` starts its own worker with
+            "worker": self._flags("worker", {}),  # with `threads`: what `compare` starts its own worker with
+            "threads": self._threads,
         }
         ready_file = self._settings.ready_file
         self._run_dir.ready_file = str(ready_file.absolute()) if ready_file else None

@@ -78,7 +78,7 @@ def test_status_json_is_the_router_s_object(cli: Cli, router: FakeRouter) -> Non
 def test_status_shows_blocks_hit_rate_and_its_verdict(cli: Cli, router: FakeRouter) -> None:
     shown = cli("status", "--url", router.url).out
     line = next(line for line in shown.splitlines() if line.startswith("w0"))
-    assert line.split() == ["w0", "READY", "12", "900", "4,096", "22.5", "91%", "88%", "0", "tok", "1"]
+    assert line.split() == ["w0", "READY", "12", "/", "900", "/", "4,096", "22.5", "91%", "88%", "0", "1"]
     assert "w1: prompts differ" in shown
 
 
