@@ -7,10 +7,14 @@ it was written or overwritten too early changes the answer.
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Callable
 
 from worker.batch import SequenceSlice, SliceResult, StepBatch, TokenLogprobs
+from worker.config import WorkerConfig
+from worker.main import Loader
+from worker.replica import Loaded, ModelCard, Progress
 
 _MASK = (1 << 64) - 1
 
@@ -56,6 +60,7 @@ class FakeRunner:
             for source, target, count in one.copies:
                 base, into = source * self.block_size, target * self.block_size
                 self.slots[into : into + count] = self.slots[base : base + count]
+            one.copies = ()  # done once, whether or not the step is repeated in parts
         return [
             self._slice(one) if error is None else SliceResult(error=error)
             for one, error in zip(batch.slices, errors, strict=True)
@@ -90,3 +95,43 @@ class FakeRunner:
     def _logprob(self, value: int, token_id: int, count: int) -> TokenLogprobs:
         top = [((value + index) % self.vocab_size, -1.0 - index) for index in range(count)]
         return TokenLogprobs(token_id=token_id, logprob=-0.5, rank=1, top=top)
+
+
+def fake_tokenizer_json(vocab_size: int = 1000) -> str:
+    """Token i reads "i.", apart from 0 and 2, which are special."""
+    names = {index: f"{index}." for index in range(vocab_size)}
+    special = [{"id": index, "content": f"<{index}>", "special": True} for index in (0, 2)]
+    return json.dumps(
+        {
+            "model": {"vocab": {name: index for index, name in names.items()}},
+            "decoder": {"type": "ByteLevel"},
+            "added_tokens": special,
+        }
+    )
+
+
+def fake_loader(
+    *, num_blocks: int = 200, max_model_len: int = 500, name: str = "fake", runner: FakeRunner | None = None
+) -> Loader:
+    """A loader that needs no model; ``runner`` is the one that tests hold on to."""
+
+    def load(config: WorkerConfig, progress: Progress) -> Loaded:
+        progress("loading weights", 1.0)
+        return Loaded(
+            card=ModelCard(
+                name=config.served_model_name or name,
+                model_fingerprint=f"model of {name}",
+                tokenizer_fingerprint="tokenizer",
+                tokenizer_json=fake_tokenizer_json(),
+                dtype="float32",
+                vocab_size=1000,
+                max_model_len=config.max_model_len or max_model_len,
+                kv_bytes_per_token=8,
+                eos_token_ids=(2,),
+            ),
+            runner=runner or FakeRunner(num_blocks + 1, config.block_size),
+            num_blocks=num_blocks + 1,
+            max_num_batched_tokens=config.max_num_batched_tokens or 64,
+        )
+
+    return load
