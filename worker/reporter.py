@@ -10,6 +10,7 @@ Keys, prefix ``wf:{<fleet>}:``, all with a time to live that the heartbeat renew
     replica:<id>          protobuf ReplicaLease
     events:<id>:<gen>     stream: one entry per batch, id <last seq>-0, field b = cache.events batch
     snapshot:<id>:<gen>   cache.events snapshot
+    wanted:<id>:<gen>     set by a router that needs a newer snapshot; the next heartbeat takes it away and writes one
 """
 
 from __future__ import annotations
@@ -96,6 +97,7 @@ class Reporter:
         self._lease_key = f"{prefix}replica:{replica_id}"
         self._stream_key = f"{prefix}events:{replica_id}:{generation}"
         self._snapshot_key = f"{prefix}snapshot:{replica_id}:{generation}"
+        self._wanted_key = f"{prefix}wanted:{replica_id}:{generation}"
         self._contract: common_pb2.Contract | None = None
         self._queue: deque[EventBatch] = deque()
         self._wake = asyncio.Event()
@@ -198,7 +200,7 @@ class Reporter:
     async def _beat(self) -> None:
         """Write the lease, renew what goes with it, and notice what is missing."""
         self._num_beats += 1
-        has_contract, has_stream, has_snapshot = await self._change_lease(self._write)
+        has_contract, has_stream, has_snapshot, is_wanted = await self._change_lease(self._write)
         if self._contract is not None and not has_contract:
             logger.warning("redis=emptied: writing contract and snapshot again")
             await self._agree(self._contract)
@@ -206,11 +208,11 @@ class Reporter:
         if self._has_stream and not has_stream:
             self._has_stream = False
             self._needs_snapshot = True
-        if not has_snapshot:
+        if not has_snapshot or is_wanted:
             self._needs_snapshot = True
 
     async def _change_lease(self, change: Callable[[Pipeline, int], None]) -> list[bool]:
-        """Apply ``change`` unless a newer boot holds this id (``FencedError``); the last three answers as truths."""
+        """Apply ``change`` unless a newer boot holds this id (``FencedError``); the last four answers as truths."""
         while True:
             async with self._redis.pipeline(transaction=True) as pipe:
                 await pipe.watch(self._lease_key)
@@ -228,8 +230,9 @@ class Reporter:
                     pipe.delete(f"{self._prefix}events:{old}", f"{self._prefix}snapshot:{old}")
                 for key in (self._contract_key, self._stream_key, self._snapshot_key):
                     pipe.pexpire(key, _KEPT_LEASES * self._lease_ms)
+                pipe.delete(self._wanted_key)
                 try:
-                    return [bool(answer) for answer in (await pipe.execute())[-3:]]
+                    return [bool(answer) for answer in (await pipe.execute())[-4:]]
                 except WatchError:  # somebody else wrote the lease just now: look again
                     continue
 

@@ -1,4 +1,4 @@
-"""The index equals the caches, whatever happens on the way: real caches, a real Valkey, and everything that can go wrong.
+"""The index equals the caches, whatever happens on the way: real caches, a real Valkey, every kind of fault.
 
 Truth is what the replica's cache itself would match. Faults: lost, late, duplicate and corrupt batches, restarts,
 an emptied Redis, cleared caches. After each round one heartbeat has to be enough.
@@ -7,13 +7,14 @@ an emptied Redis, cleared caches. After each round one heartbeat has to be enoug
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import random
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
 import pytest
-import redis.asyncio as redis_asyncio
+from redis.exceptions import ResponseError
 
 from cache.block_hash import BlockChain
 from cache.events import EventBatch, Stored, encode_batch
@@ -120,8 +121,7 @@ class Mirrored:
                 await asyncio.sleep(0.01)
             else:
                 assert time.monotonic() < end, [
-                    (name, self.is_true(name), self.mirror.index.num_blocks(name), worker.cache.num_cached_blocks)
-                    + (self.mirror.applied_seq(name), worker.cache.last_seq, self.mirror._feeds[name])
+                    (name, self.is_true(name), self.mirror.applied_seq(name), worker.cache.last_seq)
                     for name, worker in self.workers.items()
                 ]
                 continue
@@ -149,10 +149,7 @@ async def mirrored(redis_url: str, fleet: str, seed: int = 0) -> AsyncIterator[M
 
 async def xadd(one: Mirrored, replica: str, entry_id: str, data: bytes) -> None:
     stream = one.keys.events(replica, one.workers[replica].generation)
-    try:
-        await one.client.xadd(stream, {"b": data}, id=entry_id)
-    except redis_asyncio.ResponseError:
-        pass  # its id is behind the stream's: it can never be read
+    await one.client.xadd(stream, {"b": data}, id=entry_id)
 
 
 @pytest.mark.parametrize("seed", [1, 2])
@@ -161,8 +158,8 @@ async def test_the_index_is_true_after_every_heartbeat(redis_url: str, seed: int
     async with mirrored(redis_url, f"model-{seed}", seed) as one:
         for name in ("w0", "w1", "w2"):
             await one.boot(name)
-        for _round in range(25):
-            for _step in range(1000):
+        for _round in range(16):
+            for _step in range(1500):
                 name = rng.choice(list(one.workers))
                 worker = one.workers[name]
                 one.work(name)
@@ -175,7 +172,8 @@ async def test_the_index_is_true_after_every_heartbeat(redis_url: str, seed: int
                 elif action < 0.027:
                     await worker.report_events()
                     old = EventBatch(name, worker.generation, 1, (Stored(0, worker.scheme.keys([1] * BLOCK)),))
-                    await xadd(one, name, f"{worker.cache.last_seq}-1", encode_batch(old))
+                    with contextlib.suppress(ResponseError):  # its id is behind the stream's: it can never be read
+                        await xadd(one, name, f"{worker.cache.last_seq}-1", encode_batch(old))
                 elif action < 0.029:
                     worker.faults.corrupt_batches = 1
                     await worker.report_events()
