@@ -57,7 +57,7 @@ class Turn:
         self.predicted = int(headers["x-warmfront-matched-tokens"])
 
 
-def ask_http(one: LocalCluster, messages: list[dict[str, str]], salt: str, max_tokens: int = 24) -> Turn:
+def ask_http(one: LocalCluster, messages: list[dict[str, str]], salt: str, max_tokens: int = 10) -> Turn:
     answer = one.sdk().chat.completions.with_raw_response.create(
         model="",
         messages=messages,  # type: ignore[arg-type]
@@ -71,7 +71,7 @@ def ask_http(one: LocalCluster, messages: list[dict[str, str]], salt: str, max_t
     return Turn(choice["message"]["content"], choice["token_ids"], cached, usage["prompt_tokens"], dict(answer.headers))
 
 
-def ask_grpc(one: LocalCluster, messages: list[dict[str, str]], salt: str, max_tokens: int = 24) -> Turn:
+def ask_grpc(one: LocalCluster, messages: list[dict[str, str]], salt: str, max_tokens: int = 10) -> Turn:
     request = inference_pb2.GenerateRequest(
         chat=inference_pb2.Chat(messages=[inference_pb2.ChatMessage(**message) for message in messages]),
         sampling=inference_pb2.SamplingParams(max_tokens=max_tokens, temperature=0),
