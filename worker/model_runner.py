@@ -69,9 +69,15 @@ class ModelRunner:
                 "mode deterministic is promised on the CPU only: CUDA's matrix products vary with the batch"
             )
         self._attention = make_backend(
-            attention, deterministic=self._deterministic, block_size=block_size, device=self.device, dtype=loaded.dtype
+            attention,
+            deterministic=self._deterministic,
+            block_size=block_size,
+            num_kv_heads=self.config.num_kv_heads,
+            head_dim=self.config.head_dim,
+            dtype=loaded.dtype,
+            device=self.device,
         )
-        self._model = Decoder(loaded.config, loaded.weights, pack=not self._deterministic)
+        self._model = Decoder(loaded.config, loaded.weights, exact=self._deterministic)
         self.kv = KVStore(
             num_layers=self.config.num_layers,
             num_blocks=num_blocks,
@@ -96,19 +102,10 @@ class ModelRunner:
     def execute(self, batch: StepBatch) -> list[SliceResult]:
         """Compute all slices; their KV is in place afterwards. One result per slice, in order.
 
-        A slice that breaks (scores that are not numbers, a kernel that refuses) gets a result with ``error``; the
-        others are computed without it.
+        A slice whose scores are not finite numbers gets a result with ``error``, and what it wrote is erased. What a
+        kernel refuses is raised: the engine finds out whose fault it was, as writing the same KV twice changes nothing.
         """
-        slices = batch.slices
-        if not slices:
-            return []
-        try:
-            return self._step(slices)
-        except (RuntimeError, IndexError) as error:
-            if len(slices) == 1:
-                return [SliceResult(error=f"the model failed on this request: {error}")]
-        # Somebody in the batch broke it. Each alone: writing the same KV again changes nothing.
-        return [result for one in slices for result in self.execute(StepBatch(slices=[one]))]
+        return self._step(batch.slices) if batch.slices else []
 
     @torch.inference_mode()
     def self_test(self) -> None:

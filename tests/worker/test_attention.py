@@ -48,7 +48,15 @@ def test_backends_follow_the_definition(name: str, heads: tuple[int, int], case:
         spans.append(Span(first_row, num_rows, num_keys, table))
         first_row += num_rows
     queries = torch.randn(first_row + 3, num_heads, head_dim)  # three rows of padding
-    backend: Any = make_backend(name, deterministic=False, block_size=block_size, device=CPU, dtype=torch.float32)
+    backend: Any = make_backend(
+        name,
+        deterministic=False,
+        block_size=block_size,
+        num_kv_heads=num_kv_heads,
+        head_dim=head_dim,
+        dtype=torch.float32,
+        device=CPU,
+    )
     out = backend.attend(queries, keys, values, backend.plan(spans, len(queries)))
     assert out.shape == (len(queries), num_heads * head_dim)
     for span in spans:

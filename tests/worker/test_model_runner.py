@@ -72,15 +72,6 @@ def test_a_request_with_scores_that_are_no_numbers_fails_alone_and_leaves_nothin
     assert torch.isfinite(runner.kv.data).all()
 
 
-def test_a_request_the_kernels_refuse_fails_alone(folder: Path) -> None:
-    runner = runner_of(folder)
-    sound, broken = slice_of(PROMPT[:3], 0, [1], GREEDY), slice_of([5, 999_999], 0, [2], GREEDY)
-    alone = runner.execute(StepBatch(slices=[sound]))[0]
-    failed, kept = runner.execute(StepBatch(slices=[broken, sound]))
-    assert kept == alone
-    assert failed.error is not None
-
-
 def test_prompt_logprobs_are_the_same_whole_and_in_chunks(folder: Path) -> None:
     runner = runner_of(folder, mode="deterministic")
     prompt = PROMPT[:40]

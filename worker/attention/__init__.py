@@ -11,7 +11,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-BACKENDS = ("auto", "sdpa", "tiled", "triton")
+BACKENDS = ("auto", "sdpa", "tiled")
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +41,14 @@ class AttentionBackend(Protocol):
 
 
 def make_backend(
-    name: str, *, deterministic: bool, block_size: int, device: torch.device, dtype: torch.dtype
+    name: str,
+    *,
+    deterministic: bool,
+    block_size: int,
+    num_kv_heads: int,
+    head_dim: int,
+    dtype: torch.dtype,
+    device: torch.device,
 ) -> AttentionBackend:
     """The backend called ``name``; ``auto`` takes the fastest that keeps the mode's promise on this device.
 
@@ -59,4 +66,6 @@ def make_backend(
         return SdpaAttention(block_size=block_size, device=device)
     from worker.attention.tiled import TiledAttention
 
-    return TiledAttention(block_size=block_size, device=device, dtype=dtype)
+    return TiledAttention(
+        block_size=block_size, num_kv_heads=num_kv_heads, head_dim=head_dim, dtype=dtype, device=device
+    )

@@ -22,7 +22,7 @@ Weights = dict[str, Tensor]  # by the names of Hugging Face checkpoints
 
 @dataclass(frozen=True, slots=True)
 class _Layer:
-    """One layer's weights: q, k and v in one product, gate and up in one."""
+    """One layer's weights, q, k and v in one product."""
 
     attention_norm: Tensor
     qkv: Linear
@@ -30,7 +30,8 @@ class _Layer:
     key_norm: Tensor | None
     output: Linear
     mlp_norm: Tensor
-    gate_up: Linear
+    gate: Linear
+    up: Linear
     down: Linear
     rotary: bool
 
@@ -38,20 +39,20 @@ class _Layer:
 class Decoder:
     """A transformer over a paged KV cache. Holds weights only; the KV store belongs to the runner."""
 
-    def __init__(self, config: ModelConfig, weights: Weights, *, pack: bool = False) -> None:
+    def __init__(self, config: ModelConfig, weights: Weights, *, exact: bool = False) -> None:
         """Takes the tensors out of ``weights`` as it fuses them, so that no model stands in memory twice.
 
-        ``pack`` trades their plain layout for a faster one where there is one. Raises ``ModelError`` when a tensor is
+        ``exact`` is for deterministic mode. Raises ``ModelError`` when a tensor is
         missing or has another shape than ``config`` says.
         """
         self.config = config
         self._take = _Taker(weights)
         hidden = config.hidden_size
         self.embedding = self._take("model.embed_tokens.weight", config.vocab_size, hidden)
-        self._layers = [self._make_layer(index, pack) for index in range(config.num_layers)]
+        self._layers = [self._make_layer(index, exact) for index in range(config.num_layers)]
         self._final_norm = self._take("model.norm.weight", hidden)
         head = self.embedding if config.tie_word_embeddings else self._take("lm_head.weight", config.vocab_size, hidden)
-        self._head = make_linear(head, pack=pack)
+        self._head = make_linear(head, exact=exact)
         self._rope = _rope_tables(config, self.embedding.dtype, self.embedding.device)
         del self._take
 
@@ -70,18 +71,17 @@ class Decoder:
         config, eps = self.config, self.config.rms_norm_eps
         num_rows, head_dim = token_ids.shape[0], config.head_dim
         num_turned = config.num_heads + config.num_kv_heads  # q and k lie side by side and are turned together
-        width = (config.hidden_size,)
         cosines, sines = (table.index_select(0, positions) for table in self._rope)  # [rows, 1, 2, head_dim / 2]
         x = self.embedding.index_select(0, token_ids)
         for index, layer in enumerate(self._layers):
-            qkv = layer.qkv(functional.rms_norm(x, width, layer.attention_norm, eps))
+            qkv = layer.qkv(_rms_norm(x, layer.attention_norm, eps))
             heads = qkv.view(num_rows, -1, head_dim)
             qk, values = heads[:, :num_turned], heads[:, num_turned:]
             if layer.query_norm is not None and layer.key_norm is not None:
                 qk = torch.cat(
                     (
-                        functional.rms_norm(qk[:, : config.num_heads], (head_dim,), layer.query_norm, eps),
-                        functional.rms_norm(qk[:, config.num_heads :], (head_dim,), layer.key_norm, eps),
+                        _rms_norm(qk[:, : config.num_heads], layer.query_norm, eps),
+                        _rms_norm(qk[:, config.num_heads :], layer.key_norm, eps),
                     ),
                     dim=1,
                 )
@@ -91,16 +91,16 @@ class Decoder:
             kv.write(index, slots, qk[:, config.num_heads :], values)
             attended = attention.attend(qk[:, : config.num_heads], *kv.layers[index], plan)
             x = layer.output.plus(attended, x)
-            gate, up = layer.gate_up(functional.rms_norm(x, width, layer.mlp_norm, eps)).chunk(2, dim=-1)
-            x = layer.down.plus(functional.silu(gate).mul_(up), x)
+            normed = _rms_norm(x, layer.mlp_norm, eps)
+            x = layer.down.plus(layer.up(normed).mul_(layer.gate.silu(normed)), x)
         return x
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Scores of the next token, float32 ``[rows, vocab]``, for ``hidden`` rows of ``forward``."""
-        normed = functional.rms_norm(hidden, (self.config.hidden_size,), self._final_norm, self.config.rms_norm_eps)
+        normed = _rms_norm(hidden, self._final_norm, self.config.rms_norm_eps)
         return self._head(normed).float()
 
-    def _make_layer(self, index: int, pack: bool) -> _Layer:
+    def _make_layer(self, index: int, exact: bool) -> _Layer:
         config, take, prefix = self.config, self._take, f"model.layers.{index}."
         hidden, inner = config.hidden_size, config.intermediate_size
         q_width, kv_width = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
@@ -108,7 +108,7 @@ class Decoder:
         def fused(names: Mapping[str, int], width: int, has_bias: bool) -> Linear:
             weight = torch.cat([take(f"{prefix}{name}.weight", rows, width) for name, rows in names.items()])
             bias = torch.cat([take(f"{prefix}{name}.bias", rows) for name, rows in names.items()]) if has_bias else None
-            return make_linear(weight, bias, pack=pack)
+            return make_linear(weight, bias, exact=exact)
 
         qkv = {"self_attn.q_proj": q_width, "self_attn.k_proj": kv_width, "self_attn.v_proj": kv_width}
         return _Layer(
@@ -118,7 +118,8 @@ class Decoder:
             key_norm=take(f"{prefix}self_attn.k_norm.weight", config.head_dim) if config.qk_norm else None,
             output=fused({"self_attn.o_proj": hidden}, q_width, config.output_bias),
             mlp_norm=take(f"{prefix}post_attention_layernorm.weight", hidden),
-            gate_up=fused({"mlp.gate_proj": inner, "mlp.up_proj": inner}, hidden, config.mlp_bias),
+            gate=fused({"mlp.gate_proj": inner}, hidden, config.mlp_bias),
+            up=fused({"mlp.up_proj": inner}, hidden, config.mlp_bias),
             down=fused({"mlp.down_proj": hidden}, inner, config.mlp_bias),
             rotary=index not in config.nope_layers,
         )
@@ -137,6 +138,14 @@ class _Taker:
         if weight.shape != shape:
             raise ModelError(f"tensor {name!r} has shape {list(weight.shape)}, the configuration says {list(shape)}")
         return weight
+
+
+def _rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """RMSNorm over the last dimension, in float32 within. On CPUs torch's own takes twice as many kernels."""
+    if x.is_cuda:
+        return functional.rms_norm(x, weight.shape, weight, eps)
+    wide = x.float()
+    return (wide * torch.rsqrt(wide.square().mean(dim=-1, keepdim=True) + eps)).to(x.dtype).mul_(weight)
 
 
 def _rope_tables(config: ModelConfig, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor]:

@@ -22,6 +22,9 @@ class Linear(Protocol):
     def plus(self, x: Tensor, residual: Tensor) -> Tensor:
         """The product added to ``residual`` ``[rows, out]``."""
 
+    def silu(self, x: Tensor) -> Tensor:
+        """SiLU of the product."""
+
 
 class PlainLinear:
     """``functional.linear`` as it stands: every device, and the rows of deterministic mode."""
@@ -37,6 +40,29 @@ class PlainLinear:
     def plus(self, x: Tensor, residual: Tensor) -> Tensor:
         """See ``Linear``."""
         return functional.linear(x, self.weight, self.bias).add_(residual)
+
+    def silu(self, x: Tensor) -> Tensor:
+        """See ``Linear``."""
+        return functional.silu(functional.linear(x, self.weight, self.bias), inplace=True)
+
+
+class ExactLinear(PlainLinear):
+    """For deterministic mode: an element's value must not depend on where in the batch it lies.
+
+    torch's SiLU takes a vector exponential where it can and libm's at the end of each thread's share, and they differ
+    in the last bit. So it gets whole vectors only, in pieces too small to be shared among threads.
+    """
+
+    _VECTOR, _ONE_THREAD = 64, 32_768  # elements: a multiple of every vector's; torch's grain of parallel work
+
+    def silu(self, x: Tensor) -> Tensor:
+        """See ``Linear``."""
+        product = self(x)
+        width = product.shape[1]
+        whole = functional.pad(product, (0, -width % self._VECTOR))
+        for piece in torch.split(whole, max(1, (self._ONE_THREAD - 1) // whole.shape[1])):
+            functional.silu(piece, inplace=True)
+        return whole[:, :width]
 
 
 class PackedLinear:
@@ -56,6 +82,11 @@ class PackedLinear:
         total: Tensor = torch.ops.mkldnn._linear_pointwise.binary(x, residual, self._weight, self._bias, "add")
         return total
 
+    def silu(self, x: Tensor) -> Tensor:
+        """See ``Linear``."""
+        activated: Tensor = torch.ops.mkldnn._linear_pointwise(x, self._weight, self._bias, "swish", [], "")
+        return activated
+
 
 @cache
 def can_pack(dtype: torch.dtype) -> bool:
@@ -65,15 +96,18 @@ def can_pack(dtype: torch.dtype) -> bool:
     residual = torch.ones(3, 64, dtype=dtype)
     try:
         packed = PackedLinear(weight)
-        product, total = packed(x), packed.plus(x, residual)
+        found = packed(x), packed.plus(x, residual), packed.silu(x)
     except (RuntimeError, AttributeError, TypeError):
         return False
-    wanted = functional.linear(x.float(), weight.float())
-    return torch.allclose(product.float(), wanted, atol=0.1) and torch.allclose(total.float(), wanted + 1, atol=0.1)
+    product = functional.linear(x.float(), weight.float())
+    wanted = product, product + 1, functional.silu(product)
+    return all(torch.allclose(one.float(), other, atol=0.1) for one, other in zip(found, wanted, strict=True))
 
 
-def make_linear(weight: Tensor, bias: Tensor | None = None, *, pack: bool) -> Linear:
-    """A linear layer; ``pack`` asks for the faster layout where this machine has one."""
-    if pack and weight.device.type == "cpu" and can_pack(weight.dtype):
+def make_linear(weight: Tensor, bias: Tensor | None = None, *, exact: bool) -> Linear:
+    """A linear layer: ``exact`` for deterministic mode, else the fastest layout this machine has."""
+    if exact:
+        return ExactLinear(weight, bias)
+    if weight.device.type == "cpu" and can_pack(weight.dtype):
         return PackedLinear(weight, bias)
     return PlainLinear(weight, bias)
