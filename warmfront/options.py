@@ -163,6 +163,7 @@ FLAGS: tuple[Flag, ...] = (
     ),
     Flag("block-size", click.IntRange(8, 256), "Tokens per KV block."),
     Flag("token-reuse", bool, "Reuse the front of a block that matches only in part."),
+    Flag("token-reuse-min", click.IntRange(min=1), "Tokens that are worth a copy at least."),
     Flag(
         "gpu-memory-utilization",
         click.FloatRange(0.05, 1),

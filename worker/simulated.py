@@ -21,7 +21,9 @@ import zlib
 from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from functools import cache
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
@@ -30,9 +32,14 @@ from worker.config import ConfigError, WorkerConfig
 from worker.detokenizer import TokenTable
 from worker.replica import Loaded, ModelCard, Progress
 
+if TYPE_CHECKING:
+    from worker.loading.tokenizer import TokenizerFiles
+
 logger = logging.getLogger(__name__)
 
 DEFAULT_KV_BLOCKS = 4096
+BYTES = Path("bytes")
+"""As ``--model``: one token per byte, so that nothing is loaded."""
 _STEP_TOKENS = 2048
 _MAX_MODEL_LEN = 131_072
 _MEAN_ANSWER_TOKENS = 64  # of an answer that nothing else ends
@@ -44,6 +51,7 @@ _TEMPLATE = (
 )
 _FAULT = re.compile(r"(?P<what>die|hang):(?P<count>\d+)|error:(?P<error>\d*\.?\d+)|lag:(?P<lag>\d+)ms")
 _START, _END = "<|im_start|>", "<|im_end|>"
+_loading = threading.Lock()
 _BYTE_VOCAB_SIZE = 65_536  # token ids of recorded loads come from larger vocabularies than one of bytes
 
 
@@ -235,7 +243,7 @@ def byte_tokenizer() -> Tokenizer:
 def _card(config: WorkerConfig, max_model_len: int) -> ModelCard:
     """The tokenizer of ``--model``, else of the packaged model where that is installed, else one token per byte."""
     name = config.served_model_name or "simulated"
-    if config.model is None and importlib.util.find_spec(_PACKAGED_MODEL) is None:
+    if config.model == BYTES or (config.model is None and importlib.util.find_spec(_PACKAGED_MODEL) is None):
         tokenizer = byte_tokenizer()
         end_token_id = tokenizer.token_to_id(_END)
         assert end_token_id is not None
@@ -252,10 +260,8 @@ def _card(config: WorkerConfig, max_model_len: int) -> ModelCard:
             chat_template=_TEMPLATE,
             eos_token=_END,
         )
-    from worker.loading import default_model_path
-    from worker.loading.tokenizer import load_tokenizer
-
-    files = load_tokenizer(config.model or default_model_path())
+    with _loading:  # replicas of one process start together
+        files = _tokenizer_files(config.model)
     if not files.eos_token_ids:
         raise ConfigError(f"--model {config.model}: it names no token that ends an answer")
     return ModelCard(
@@ -274,3 +280,11 @@ def _card(config: WorkerConfig, max_model_len: int) -> ModelCard:
         unk_token=files.unk_token or "",
         pad_token=files.pad_token or "",
     )
+
+
+@cache
+def _tokenizer_files(model: Path | None) -> TokenizerFiles:
+    from worker.loading import default_model_path
+    from worker.loading.tokenizer import load_tokenizer
+
+    return load_tokenizer(model or default_model_path())
