@@ -1,0 +1,394 @@
+from __future__ import annotations
+
+import asyncio
+import random
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.fakes.runner import FakeRunner
+from tests.worker.engine_bench import BLOCK, Answer, Bench, running
+from worker.batch import SamplingParams, SequenceSlice
+from worker.engine import CacheInUseError, EngineStoppedError, Failure, Runner, choice_seed
+from worker.scheduler import QueueFullError
+
+PROMPT = [100 + index for index in range(40)]
+
+
+async def test_an_answer_comes_token_by_token_and_ends_by_length() -> None:
+    with running(Bench()) as bench:
+        answer = await bench.answer(PROMPT, 7, ignore_eos=True)
+    assert len(answer.token_ids()) == 7
+    assert all(len(piece.token_ids) == 1 for piece in answer.pieces)
+    assert [piece.finish_reason for piece in answer.pieces] == [""] * 6 + ["length"]
+    assert answer.text() == "".join(f"{token_id}." for token_id in answer.token_ids() if token_id != 2)
+    assert answer.ending is not None
+    assert answer.ending.num_output_tokens == 7
+    bench.check_all_is_free()
+
+
+async def test_the_end_token_ends_an_answer_and_has_no_text() -> None:
+    with running(Bench()) as bench:
+        answer = await bench.answer(PROMPT, 400)
+    assert answer.token_ids()[-1] == 2
+    assert 2 not in answer.token_ids()[:-1]
+    assert answer.last().finish_reason == "stop"
+    assert answer.last().stop_reason == ""
+    assert not answer.text().endswith("2.")
+
+
+async def test_ignore_eos_goes_on_and_min_tokens_puts_it_off() -> None:
+    with running(Bench()) as bench:
+        natural = await bench.answer(PROMPT, 400)
+        more = len(natural.token_ids()) + 5
+        assert len((await bench.answer(PROMPT, more, ignore_eos=True)).token_ids()) == more
+        late = await bench.answer(PROMPT, 400, min_tokens=more)
+        assert len(late.token_ids()) > more
+        assert 2 not in late.token_ids()[:more]
+
+
+async def test_a_stop_token_and_a_stop_string_end_an_answer_and_say_which() -> None:
+    with running(Bench()) as bench:
+        token_ids = (await bench.answer(PROMPT, 12, ignore_eos=True)).token_ids()
+        by_token = await bench.answer(PROMPT, 12, ignore_eos=True, stop_token_ids=frozenset({token_ids[4]}))
+        by_text = await bench.answer(PROMPT, 12, ignore_eos=True, stop_strings=(f"{token_ids[4]}.",))
+    assert by_token.token_ids() == token_ids[:5]
+    assert (by_token.last().finish_reason, by_token.last().stop_reason) == ("stop", str(token_ids[4]))
+    assert by_text.token_ids() == token_ids[:5]
+    assert (by_text.last().finish_reason, by_text.last().stop_reason) == ("stop", f"{token_ids[4]}.")
+    assert by_text.text() == by_token.text() == "".join(f"{token_id}." for token_id in token_ids[:4] if token_id != 2)
+    bench.check_all_is_free()
+
+
+async def test_the_second_request_with_a_prefix_hits_and_the_answer_is_the_same() -> None:
+    with running(Bench()) as bench:
+        cold = await bench.answer(PROMPT)
+        warm = await bench.answer(PROMPT)
+    assert cold.token_ids() == warm.token_ids()
+    assert cold.ending is not None
+    assert warm.ending is not None
+    assert (cold.ending.num_cached_tokens, warm.ending.num_cached_tokens) == (0, 32)
+    admitted = [one.num_cached_tokens for report in bench.reports for one in report.admitted]
+    assert admitted == [0, 32]
+
+
+async def test_the_ending_names_the_blocks_that_output_tokens_completed() -> None:
+    with running(Bench()) as bench:
+        answer = await bench.answer(PROMPT, 30, ignore_eos=True)
+        ids = PROMPT + answer.token_ids()[:-1]  # the last token is never computed
+        assert answer.ending is not None
+        assert answer.ending.output_keys == bench.cache.scheme.keys(ids)[len(PROMPT) // BLOCK :]
+        assert answer.ending.last_event_seq == bench.cache.last_seq
+        assert set(answer.ending.output_keys) <= bench.resident
+
+
+async def test_choices_share_the_prompt_and_draw_apart() -> None:
+    with running(Bench()) as bench:
+        answer = await bench.answer(PROMPT, 6, num_choices=3, ignore_eos=True)
+        alone = await bench.answer(PROMPT, 6, ignore_eos=True)
+    assert answer.token_ids(0) == alone.token_ids()
+    assert len({tuple(answer.token_ids(index)) for index in range(3)}) == 3
+    assert [answer.last(index).finish_reason for index in range(3)] == ["length"] * 3
+    assert answer.ending is not None
+    assert answer.ending.num_output_tokens == 18
+    assert answer.ending.num_cached_tokens == 0
+    assert isinstance(bench.runner, FakeRunner)
+    assert sum(size for batch in bench.runner.batches for name, _, size in batch if name.startswith("r#1.1")) < 20
+    bench.check_all_is_free()
+
+
+def test_the_first_choice_keeps_the_seed_and_the_others_get_their_own() -> None:
+    seeds = [choice_seed(seed, index) for seed in (0, 1, 2**64 - 1) for index in range(16)]
+    assert seeds[0] == 0
+    assert len(set(seeds)) == len(seeds)
+    assert all(0 <= seed < 2**64 for seed in seeds)
+
+
+async def test_an_answer_goes_on_elsewhere_as_if_it_had_never_been_cut() -> None:
+    with running(Bench()) as bench:
+        whole = await bench.answer(PROMPT, 20, ignore_eos=True, stop_strings=("never",))
+    for num_prior in (1, 7, 19):
+        prior = whole.token_ids()[:num_prior]
+        with running(Bench()) as other:
+            rest = await other.answer(
+                PROMPT + prior,
+                20,
+                ignore_eos=True,
+                stop_strings=("never",),
+                num_prior_output_tokens=num_prior,
+            )
+        assert prior + rest.token_ids() == whole.token_ids()
+        assert rest.ending is not None
+        assert rest.ending.num_output_tokens == 20
+        assert whole.text().endswith(rest.text())
+
+
+async def test_logprobs_and_prompt_logprobs_come_once_even_over_chunks_and_a_warm_cache() -> None:
+    with running(Bench(budget=16)) as bench:
+        await bench.answer(PROMPT)
+        answer = await bench.answer(
+            PROMPT, 3, sampling=SamplingParams(seed=5, num_logprobs=2), num_prompt_logprobs=1, ignore_eos=True
+        )
+    assert [one.token_id for one in answer.pieces[0].prompt_logprobs] == PROMPT[1:]
+    assert all(not piece.prompt_logprobs for piece in answer.pieces[1:])
+    assert [[one.token_id for one in piece.logprobs] for piece in answer.pieces] == [
+        [token_id] for token_id in answer.token_ids()
+    ]
+    assert answer.ending is not None
+    assert answer.ending.num_cached_tokens == 0
+
+
+async def test_cancelling_frees_everything_within_a_step_and_nothing_more_is_heard() -> None:
+    with running(Bench(FakeRunner(65, BLOCK, step_s=0.01))) as bench:
+        answer = bench.submit(PROMPT, 400, ignore_eos=True)
+        other = bench.submit([7, 8, 9], 5, ignore_eos=True)
+        await answer.begun.wait()
+        bench.engine.cancel(answer.number)
+        assert isinstance(bench.runner, FakeRunner)
+        steps = len(bench.runner.batches)
+        await other.ended.wait()
+        named = [name for batch in bench.runner.batches[steps + 1 :] for name, _, _ in batch]
+        assert f"r#{answer.number}.0" not in named
+        bench.engine.cancel(answer.number)
+        bench.engine.cancel(12345)
+    assert answer.ending is None
+    bench.check_all_is_free()
+
+
+async def test_a_deadline_ends_a_request_that_runs_and_one_that_waits() -> None:
+    with running(Bench(FakeRunner(65, BLOCK, step_s=0.005), max_num_seqs=1)) as bench:
+        deadline_s = time.monotonic() + 0.1
+        runs = bench.submit(PROMPT, 400, ignore_eos=True, deadline_s=deadline_s, num_choices=1)
+        waits = bench.submit(PROMPT, 5, deadline_s=deadline_s, num_choices=2)
+        await runs.ended.wait()
+        await waits.ended.wait()
+    for answer in (runs, waits):
+        assert answer.ending is not None
+        assert answer.ending.failure is Failure.DEADLINE
+    assert runs.ending is not None
+    assert runs.ending.num_cached_tokens == 0
+    assert waits.ending is not None
+    assert waits.ending.num_cached_tokens is None
+    bench.check_all_is_free()
+
+
+async def test_a_full_queue_refuses_at_once() -> None:
+    with running(Bench(FakeRunner(65, BLOCK, step_s=0.01), max_num_seqs=1, max_queue=2)) as bench:
+        first = bench.submit(PROMPT, 50, ignore_eos=True)
+        await first.begun.wait()
+        kept = [bench.submit(PROMPT, 1) for _ in range(2)]
+        with pytest.raises(QueueFullError):
+            bench.submit(PROMPT, 1)
+        bench.engine.cancel(first.number)
+        for answer in kept:
+            await answer.ended.wait()
+
+
+def poison(how: str) -> FakeRunner:
+    def judge(one: SequenceSlice) -> str | None:
+        return f"{how}: NaN" if 666 in one.prompt_token_ids else None
+
+    return FakeRunner(65, BLOCK, poison=judge)
+
+
+@pytest.mark.parametrize("how", ["error", "raise"])
+async def test_a_poisoned_request_fails_alone(how: str) -> None:
+    with running(Bench(poison(how))) as bench:
+        sound = bench.submit(PROMPT, 20, ignore_eos=True)
+        bad = bench.submit([*PROMPT, 666], 20, num_choices=2)
+        await bad.ended.wait()
+        await sound.ended.wait()
+        again = await bench.answer(PROMPT, 20, ignore_eos=True)
+    assert bad.ending is not None
+    assert bad.ending.failure is Failure.POISONED
+    assert "NaN" in bad.ending.detail
+    assert sound.token_ids() == again.token_ids()
+    assert not bench.deaths
+    bench.check_all_is_free()
+
+
+async def test_an_engine_on_which_nothing_works_dies_loudly_and_everyone_hears_of_it() -> None:
+    runner = FakeRunner(65, BLOCK, step_s=0.005)
+    with running(Bench(runner)) as bench:
+        runs = bench.submit(PROMPT, 400, ignore_eos=True)
+        await runs.begun.wait()
+        runner.dead = True
+        await runs.ended.wait()
+        await asyncio.sleep(0)
+        with pytest.raises(EngineStoppedError):
+            bench.submit(PROMPT)
+    assert runs.ending is not None
+    assert runs.ending.failure is Failure.STOPPED
+    assert "the device is gone" in str(bench.deaths[0])
+
+
+async def test_stopping_ends_what_runs_and_takes_nothing_more() -> None:
+    bench = Bench(FakeRunner(65, BLOCK, step_s=0.005))
+    with running(bench):
+        runs = bench.submit(PROMPT, 400, ignore_eos=True)
+        await runs.begun.wait()
+        await asyncio.to_thread(bench.engine.stop)
+    await runs.ended.wait()
+    assert runs.ending is not None
+    assert runs.ending.failure is Failure.STOPPED
+    with pytest.raises(EngineStoppedError):
+        bench.submit(PROMPT)
+
+
+async def test_resetting_the_cache_waits_for_nobody_and_says_how_many_blocks_went() -> None:
+    with running(Bench(FakeRunner(65, BLOCK, step_s=0.01))) as bench:
+        await bench.answer(PROMPT)
+        assert await asyncio.wrap_future(bench.engine.reset_cache()) == 2
+        assert (await bench.answer(PROMPT)).ending.num_cached_tokens == 0  # type: ignore[union-attr]
+        runs = bench.submit(PROMPT, 400, ignore_eos=True)
+        await runs.begun.wait()
+        with pytest.raises(CacheInUseError):
+            await asyncio.wrap_future(bench.engine.reset_cache())
+
+
+async def test_an_idle_engine_takes_no_steps_and_no_time() -> None:
+    with running(Bench()) as bench:
+        await bench.answer(PROMPT)
+        assert isinstance(bench.runner, FakeRunner)
+        steps, cpu_s = len(bench.runner.batches), time.process_time()
+        await asyncio.sleep(0.3)
+        assert len(bench.runner.batches) == steps
+        assert time.process_time() - cpu_s < 0.15
+        assert bench.engine.snapshot().running == 0
+
+
+async def test_the_snapshot_tells_the_load() -> None:
+    with running(Bench(FakeRunner(65, BLOCK, step_s=0.02), max_num_seqs=1)) as bench:
+        first = bench.submit(PROMPT, 400, ignore_eos=True)
+        bench.submit(PROMPT, 4)
+        bench.submit([5] * 30, 4)
+        await first.begun.wait()
+        while bench.engine.snapshot().waiting != 2 or bench.engine.snapshot().running != 1:
+            await asyncio.sleep(0.02)
+        view = bench.engine.snapshot()
+        assert view.waiting_tokens == 40 - 32 + 30
+        assert view.prefill_tokens_per_s > 0
+        assert (view.num_blocks, view.num_cached_blocks) == (64, 2)
+
+
+class Load:
+    """Random requests that share prefixes, and what each gives when it runs alone."""
+
+    def __init__(self, rng: random.Random, vocab_size: int, max_prompt: int) -> None:
+        self.rng = rng
+        self.vocab_size = vocab_size
+        self.trunks = [[self.token() for _ in range(rng.randint(5, max_prompt))] for _ in range(6)]
+
+    def token(self) -> int:
+        return self.rng.randrange(3, self.vocab_size)
+
+    def request(self) -> dict[str, object]:
+        rng = self.rng
+        trunk = rng.choice(self.trunks)
+        token_ids = trunk[: rng.randint(1, len(trunk))] + [self.token() for _ in range(rng.choice([0, 0, 3, 12]))]
+        more: dict[str, object] = {
+            "token_ids": token_ids,
+            "max_tokens": rng.randint(1, 24),
+            "sampling": SamplingParams(
+                seed=rng.randrange(100),
+                temperature=rng.choice([0.0, 0.7, 1.0]),
+                top_p=rng.choice([1.0, 0.9]),
+                repetition_penalty=rng.choice([1.0, 1.2]),
+            ),
+            "num_choices": rng.choice([1, 1, 1, 2, 3]),
+            "ignore_eos": rng.random() < 0.5,
+            "cache_salt": rng.choice([None, None, None, "salt"]),
+            "priority": rng.randint(-1, 1),
+        }
+        if rng.random() < 0.3:
+            more["stop_strings"] = (f"{rng.randrange(10)}.", "77")
+        if rng.random() < 0.2:
+            more["min_tokens"] = rng.randint(1, int(more["max_tokens"]))  # type: ignore[call-overload]
+        return more
+
+
+def outcome(answer: Answer, num_choices: int) -> list[tuple[list[int], str, str]]:
+    return [
+        (answer.token_ids(index), answer.text(index), answer.last(index).finish_reason) for index in range(num_choices)
+    ]
+
+
+async def fuzz(bench: Bench, alone: Bench, load: Load, num_requests: int, in_flight: int) -> None:
+    """Every answer of a crowded engine equals that of an engine that has it alone, without any cache."""
+    requests = [load.request() for _ in range(num_requests)]
+    places = asyncio.Semaphore(in_flight)
+    answers: dict[int, Answer] = {}
+
+    async def ask(index: int) -> None:
+        async with places:
+            answer = bench.submit(**requests[index])  # type: ignore[arg-type]
+            if load.rng.random() < 0.1:
+                await asyncio.sleep(load.rng.random() * 0.02)
+                bench.engine.cancel(answer.number)
+                return
+            await answer.ended.wait()
+            answers[index] = answer
+
+    await asyncio.gather(*(ask(index) for index in range(num_requests)))
+    for index, answer in answers.items():
+        assert answer.ending is not None
+        assert answer.ending.failure is None
+        reference = await alone.answer(**requests[index])  # type: ignore[arg-type]
+        num_choices = int(requests[index]["num_choices"])  # type: ignore[call-overload]
+        assert outcome(answer, num_choices) == outcome(reference, num_choices), requests[index]
+
+
+@pytest.mark.parametrize("token_reuse_min", [None, 1])
+async def test_a_crowd_of_random_requests_gets_the_answers_of_requests_alone(token_reuse_min: int | None) -> None:
+    load = Load(random.Random(11), 1000, 90)
+    with running(Bench(num_blocks=12, max_num_seqs=8, budget=40, token_reuse_min=token_reuse_min)) as bench:
+        with running(Bench(max_num_seqs=3, caching=False)) as alone:
+            await fuzz(bench, alone, load, 300, 20)
+        while bench.engine.snapshot().num_used_blocks or bench.engine.snapshot().waiting:
+            await asyncio.sleep(0.01)
+    assert sum(report.num_preemptions for report in bench.reports) > 0
+    assert sum(one.num_cached_tokens for report in bench.reports for one in report.admitted) > 0
+    bench.check_all_is_free()
+
+
+@pytest.fixture(scope="module")
+def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    from tests.worker.tiny_models import random_model, write_folder
+
+    yield write_folder(random_model("llama", num_hidden_layers=2), tmp_path_factory.mktemp("tiny"))
+
+
+@pytest.mark.parametrize("token_reuse_min", [None, 2])
+async def test_in_deterministic_mode_a_real_model_gives_the_same_in_a_crowd_as_alone(
+    tiny_model: Path, token_reuse_min: int | None
+) -> None:
+    from tests.worker.tiny_models import runner_of
+
+    def runner(num_blocks: int) -> Runner:
+        return runner_of(tiny_model, mode="deterministic", num_blocks=num_blocks + 1)
+
+    load = Load(random.Random(12), 301, 80)
+    crowded = Bench(runner(12), num_blocks=12, max_num_seqs=8, budget=40, token_reuse_min=token_reuse_min)
+    with running(crowded) as bench:
+        with running(Bench(runner(64), max_num_seqs=3, caching=False)) as alone:
+            await fuzz(bench, alone, load, 100, 12)
+        while bench.engine.snapshot().num_used_blocks or bench.engine.snapshot().waiting:
+            await asyncio.sleep(0.01)
+    assert sum(report.num_preemptions for report in bench.reports) > 0
+    assert sum(one.num_cached_tokens for report in bench.reports for one in report.admitted) > 0
+    bench.check_all_is_free()
+
+
+def test_importing_the_engine_needs_neither_ray_nor_redis_nor_gguf() -> None:
+    import subprocess
+    import sys
+
+    blocked = ["ray", "redis", "cbor2", "gguf", "grpc", "prometheus_client"]
+    program = (
+        f"import sys; sys.modules.update(dict.fromkeys({blocked!r}))\n"
+        "import worker.engine, worker.model_runner, worker.loading, worker.loading.huggingface, cache.prefix_cache\n"
+    )
+    root = Path(__file__).parents[2]
+    subprocess.run([sys.executable, "-c", program], check=True, cwd=root, env={"PYTHONPATH": f"{root}:{root}/proto"})
