@@ -330,15 +330,11 @@ class PrefixCache:
         running.num_committed = end
         if end >= running.num_prompt_blocks or running.collided:
             self._computing.pop(request_id, None)
-        if running.retention:
-            self._retained.mark(
-                running.chain.hashes,
-                range(start, min(end, running.num_prompt_blocks)),
-                running.retention,
-                running.tenant,
-                self.scheme.block_size,
-                self._now,
-            )
+        if running.retention and start < running.num_prompt_blocks:
+            # The whole front again, so that no block is wanted for longer than the one it follows.
+            front = range(min(end, running.num_prompt_blocks))
+            size = self.scheme.block_size
+            self._retained.mark(running.chain.hashes, front, running.retention, running.tenant, size, self._now)
 
     def free(self, request_id: RequestId, now: float = 0.0, recompute: bool = False) -> None:
         """The request ends; its committed blocks stay findable until they are needed.

@@ -99,7 +99,7 @@ class RetainedBlocks:
         block_size: int,
         now: float,
     ) -> None:
-        """Mark the blocks at ``depths`` of a chain as far as ``wishes`` and budget go.
+        """Mark the cached blocks at ``depths`` (a front) of a chain as far as ``wishes`` and budget go.
 
         A block is charged once, to the tenant who marked it first. Where the budget ends the rest stays unmarked, so
         what is marked is always a whole front of the chain.

@@ -138,7 +138,8 @@ class NaiveCache:
                 tokens = tuple(request.tokens[depth * self.size : (depth + 1) * self.size])
                 self.fronts.append((block, self.prefix(request.salt, request.tokens, depth), tokens))
         request.num_committed = end
-        self.mark(request, range(start, min(end, request.num_prompt_blocks)))
+        if start < min(end, request.num_prompt_blocks):
+            self.mark(request, range(min(end, request.num_prompt_blocks)))
 
     def free(self, name: object, now: float, recompute: bool) -> None:
         request = self.running.pop(name)
