@@ -9,25 +9,29 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import os
 import secrets
 import shutil
+import sys
 import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
 from router.config import RouterConfig
-from router.controller import WorkerSpec
 from warmfront.errors import Failure, WrongUse
 from warmfront.options import BY_PARAM, fill
 from warmfront.processes import last_line
 from warmfront.run_dir import RunDir, write_private
 from worker.config import WorkerConfig
+
+if TYPE_CHECKING:
+    from router.controller import WorkerSpec
 
 NAMESPACE = "warmfront"
 _T = TypeVar("_T")
@@ -120,12 +124,17 @@ class RayActors:
             RAY_USAGE_STATS_ENABLED="0",
             RAY_ENABLE_UV_RUN_RUNTIME_ENV="0",
             RAY_worker_niceness="0",  # actors would run at nice 15
+            RAY_DISABLE_FAILURE_SIGNAL_HANDLER="1",  # it prints a stack and dies at SIGTERM, which is ours to handle
         )
-        import ray
+        import ray  # not earlier: it reads those when it is imported
 
         from router.actor import start_router_actor
-        from router.controller import start_controller
+        from router.controller import WorkerSpec, start_controller
 
+        logging.getLogger("ray").setLevel(logging.ERROR)
+        sys.stdout = (self._log_dir / "ray.log").open(
+            "a", encoding="utf-8"
+        )  # Ray tells of each dead process there
         try:
             ray.init(
                 address="local",  # never the cluster that some file in /tmp names
@@ -137,7 +146,7 @@ class RayActors:
                 _temp_dir=str(self._home),
             )
         except (RuntimeError, OSError, ValueError) as error:
-            raise Failure(f"Ray does not start: {error}") from error
+            raise Failure(f"Ray does not start: {str(error).splitlines()[0]}") from error
         num_gpus = self._gpus_per_worker(list(workers.values()), int(ray.cluster_resources().get("GPU", 0)))
         actors = {name: start_router_actor(config, name=name) for name, config in routers.items()}
         specs = [
@@ -207,6 +216,7 @@ class RayActors:
 
         with contextlib.suppress(Exception):  # it may have died by itself
             ray.shutdown()
+        sys.stdout = sys.__stdout__
         if not self._log_dir.is_relative_to(self._run_dir.path):
             for link in self._log_dir.iterdir():
                 if link.is_symlink() and link.exists():

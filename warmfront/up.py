@@ -9,17 +9,19 @@ import os
 import secrets
 import signal
 import socket
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, Protocol
 
 import click
+from rich.console import Console
 from rich.text import Text
 
 from router.config import RouterConfig
 from warmfront.client import Client
-from warmfront.console import Progress, stderr, stdout
+from warmfront.console import Progress, stderr
 from warmfront.errors import DeadlinePassed, Failure, WrongUse
 from warmfront.options import UpConfig, fill, flags_of, format_duration, mask_url, with_options
 from warmfront.run_dir import RUN_DIR_ENV, Process, RunDir, write_private
@@ -128,6 +130,7 @@ class _Cluster:
         host = params["listen"] if params["listen"] not in ("0.0.0.0", "::") else "127.0.0.1"  # noqa: S104
         self._http = f"http://{_bracketed(host)}:{self._http_port}"
         self._grpc = f"{_bracketed(host)}:{self._grpc_port}"
+        self._out = Console(file=sys.stdout, highlight=False, soft_wrap=True)  # Ray is given another standard output
         self._client = Client(self._http, timeout_s=10)
         self._replicas: list[dict[str, Any]] = []
         self._parts: Parts
@@ -341,7 +344,7 @@ class _Cluster:
             "  warmfront chat, status and compare, in another terminal, show what the cache does.",
             "  Ctrl-C stops everything and leaves nothing behind.",
         ]
-        stdout.print(Text("\n".join(lines)))
+        self._out.print(Text("\n".join(lines)))
 
 
 def _bracketed(host: str) -> str:
