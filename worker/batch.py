@@ -41,7 +41,9 @@ class SequenceSlice:
     forbidden_token_ids: Sequence[int] = ()  # end tokens while min_tokens is not reached
     num_prompt_logprobs: int | None = None  # as num_logprobs, for the prompt positions of this slice, chunks included
     lora: str | None = None  # identity of a loaded adapter
-    copies: Sequence[tuple[int, int, int]] = ()  # (source block, target block, slots) to copy before computing
+    copies: Sequence[
+        tuple[int, int, int]
+    ] = ()  # (source block, target block, slots): the runner copies first, then empties it
 
 
 @dataclass(slots=True, kw_only=True)

@@ -48,7 +48,7 @@ class WorkerConfig:
     prefix_caching_hash_algo: str = "sha256_cbor"
     hash_seed: str | None = field(default=None, repr=False)  # required by the xxhash forms
     block_size: int = 16  # tokens
-    token_reuse: bool = False  # reuse inside a block
+    token_reuse: bool = True  # reuse inside a block
     token_reuse_min: int = 4  # tokens worth a copy
     kv_blocks: int | None = None  # in the pool, without the scratch block; None: by memory
     host_kv_blocks: int = 0

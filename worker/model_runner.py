@@ -152,6 +152,7 @@ class ModelRunner:
     def _step(self, slices: Sequence[SequenceSlice]) -> list[SliceResult]:
         for one in slices:
             self.kv.copy_slots(one.copies)
+            one.copies = ()  # once: should the step be repeated in parts, the sources may hold other tokens by then
         hidden = self._hidden(slices)
         ends = np.cumsum([len(one.token_ids) for one in slices])
         drawing = [index for index, one in enumerate(slices) if one.sampling is not None]
