@@ -1,0 +1,3 @@
+"""What holds for every test."""
+
+import worker  # noqa: F401 - before torch is loaded: idle threads shall sleep, as the suite shares its cores
