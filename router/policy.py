@@ -21,6 +21,7 @@ from dataclasses import dataclass
 
 DISPLACEMENT_WEIGHT = 2.0  # flat from 1 to 4 in simulation
 _MAX_AGE_RATIO = 4.0
+_SPEED_NOISE = 1.5  # learned speeds of equal replicas differ by less
 _LOAD_BOUND = 1.25  # consistent_hash: no replica above this times the mean of requests in flight
 _LOAD_FLOOR = 2  # and the bound is never below this many
 
@@ -102,17 +103,23 @@ def marginal_costs(num_tokens: int, candidates: Sequence[Candidate]) -> list[Cos
     """What each candidate would cost, in their order."""
     ages = [c.lru_age_s for c in candidates if c.lru_age_s > 0]
     mean_age = sum(ages) / len(ages) if ages else 0.0
+    # Idle replicas of about one speed count as equally fast: what was learned last must not send all of a light load
+    # to one of them.
+    fastest_idle = max((c.speed for c in candidates if not c.waiting_requests), default=0.0)
     costs = []
     for c in candidates:
+        speed = c.speed
+        if not c.waiting_requests and speed * _SPEED_NOISE >= fastest_idle:
+            speed = fastest_idle
         missing = num_tokens - c.matched_tokens
-        miss_s = missing / c.speed
-        wait_s = c.waiting_tokens / c.speed - c.since_progress_s if c.waiting_tokens else 0.0
+        miss_s = missing / speed
+        wait_s = c.waiting_tokens / speed - c.since_progress_s if c.waiting_tokens else 0.0
         if wait_s < 0.0:
             wait_s = 0.0
         displaced_s = 0.0
         if missing > c.free_tokens:
             ratio = mean_age / c.lru_age_s if c.lru_age_s > 0 else 1.0
-            displaced_s = (missing - c.free_tokens) / c.speed * min(_MAX_AGE_RATIO, ratio)
+            displaced_s = (missing - c.free_tokens) / speed * min(_MAX_AGE_RATIO, ratio)
         total_s = wait_s + (1 + c.waiting_requests) * miss_s + DISPLACEMENT_WEIGHT * displaced_s
         costs.append(Cost(c.replica, c.matched_tokens, c.pending_tokens, wait_s, miss_s, displaced_s, total_s))
     return costs

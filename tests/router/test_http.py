@@ -2,14 +2,22 @@
 
 from __future__ import annotations
 
+import asyncio
+import itertools
 import json
+from typing import Any
 
 import openai
 import pytest
 
 from tests.router.conftest import Cluster, until
 
-CHAT = {"model": "simulated", "messages": [{"role": "user", "content": "hello " * 20}], "max_tokens": 8, "seed": 1}
+CHAT: dict[str, Any] = {
+    "model": "simulated",
+    "messages": [{"role": "user", "content": "hello " * 20}],
+    "max_tokens": 8,
+    "seed": 1,
+}
 
 
 @pytest.fixture
@@ -80,3 +88,224 @@ async def test_a_client_that_leaves_is_cancelled_in_the_worker_and_leaves_no_loa
     await until(lambda: sum(worker.num_cancelled for worker in two.workers.values()) == 1)
     await until(lambda: two.load == 0)
     await until(lambda: sum(worker.running for worker in two.workers.values()) == 0)
+
+
+def without(body: dict[str, Any], *names: str) -> dict[str, Any]:
+    return {name: value for name, value in body.items() if name not in names}
+
+
+COMPLETION: dict[str, Any] = {"model": "simulated", "prompt": "once upon a time", "max_tokens": 4, "seed": 1}
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "status", "words"),
+    [
+        ("chat/completions", b"{", 400, "not valid JSON"),
+        ("chat/completions", b'{"model": "\xff"}', 400, "UTF-8"),
+        ("chat/completions", b"[]", 400, "object"),
+        ("chat/completions", without(CHAT, "messages"), 400, "messages is missing"),
+        ("chat/completions", {**CHAT, "messages": []}, 400, "messages is empty"),
+        ("chat/completions", {**CHAT, "messages": [{"role": "user"}]}, 400, "messages[0].content is missing"),
+        ("chat/completions", {**CHAT, "messages": [{"content": "x"}]}, 400, "messages[0].role is missing"),
+        (
+            "chat/completions",
+            {**CHAT, "messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]},
+            400,
+            "type 'image_url' is not supported",
+        ),
+        (
+            "chat/completions",
+            {**CHAT, "messages": [{"role": "tool", "content": "x", "tool_call_id": "1"}]},
+            400,
+            "tool calls are not supported",
+        ),
+        ("chat/completions", {**CHAT, "temperature": -1}, 400, "temperature is -1: use 0 to 2"),
+        ("chat/completions", {**CHAT, "temperature": "hot"}, 400, "temperature: expected `float | null`"),
+        ("chat/completions", {**CHAT, "max_tokens": 0}, 400, "max_tokens: expected `int` >= 1"),
+        ("chat/completions", {**CHAT, "max_tokens": 10**12}, 400, "max_tokens"),
+        ("chat/completions", {**CHAT, "max_tokens": 5000}, 400, "leave"),
+        ("chat/completions", {**CHAT, "max_completion_tokens": 3}, 400, "max_completion_tokens differ"),
+        ("chat/completions", {**CHAT, "top_p": 0}, 400, "top_p is 0: use over 0 to 1"),
+        ("chat/completions", {**CHAT, "n": 0}, 400, "n: expected"),
+        ("chat/completions", {**CHAT, "n": 17}, 400, "n is 17: use 1 to 16"),
+        ("chat/completions", {**CHAT, "stop": ["a"] * 17}, 400, "stop has 17 strings"),
+        ("chat/completions", {**CHAT, "stop": [""]}, 400, "stop has a string of 0"),
+        ("chat/completions", {**CHAT, "seed": 2**70}, 400, "seed"),
+        ("chat/completions", {**CHAT, "logit_bias": {"x": 1}}, 400, "logit_bias"),
+        ("chat/completions", {**CHAT, "logit_bias": {"5": 101}}, 400, "logit_bias has 101 for token 5"),
+        ("chat/completions", {**CHAT, "logit_bias": {"999999": 1}}, 400, "vocabulary"),
+        ("chat/completions", {**CHAT, "top_logprobs": 3}, 400, "top_logprobs needs logprobs"),
+        ("chat/completions", {**CHAT, "logprobs": True, "top_logprobs": 21}, 400, "top_logprobs"),
+        ("chat/completions", {**CHAT, "stream_options": {"include_usage": True}}, 400, "stream_options needs stream"),
+        ("chat/completions", {**CHAT, "tools": [{"type": "function"}]}, 400, "tools is not supported"),
+        ("chat/completions", {**CHAT, "response_format": {"type": "json_object"}}, 400, "response_format"),
+        ("chat/completions", {**CHAT, "guided_json": {"type": "object"}}, 400, "guided_json is not supported"),
+        ("chat/completions", {**CHAT, "colour": "red"}, 400, "colour is not a field"),
+        ("chat/completions", {**CHAT, "model": "gpt-9"}, 404, "model 'gpt-9' is not served here: use 'simulated'"),
+        ("chat/completions", {**CHAT, "cache_salt": ""}, 400, "cache_salt"),
+        ("chat/completions", {**CHAT, "cache_salt": "s" * 257}, 400, "cache_salt"),
+        ("chat/completions", {**CHAT, "retention": [{"tokens": 5, "ttl": 7}]}, 400, "300 or 3600"),
+        ("chat/completions", {**CHAT, "lora": "french"}, 404, "no adapter 'french'"),
+        ("completions", without(COMPLETION, "prompt"), 400, "prompt is missing"),
+        ("completions", {**COMPLETION, "prompt": ""}, 400, "prompt is empty"),
+        ("completions", {**COMPLETION, "prompt": []}, 400, "prompt is empty"),
+        ("completions", {**COMPLETION, "prompt": ["a", ""]}, 400, "prompt is empty"),
+        ("completions", {**COMPLETION, "prompt": 7}, 400, "prompt: give a string"),
+        ("completions", {**COMPLETION, "prompt": [1, "a"]}, 400, "prompt: give a string"),
+        ("completions", {**COMPLETION, "prompt": [-1]}, 400, "prompt: give a string"),
+        ("completions", {**COMPLETION, "prompt": [999_999]}, 400, "vocabulary"),
+        ("completions", {**COMPLETION, "prompt": "x" * 5000}, 400, "shorten it"),
+        ("completions", {**COMPLETION, "prompt": ["x"] * 65}, 400, "at most 64"),
+        ("completions", {**COMPLETION, "echo": True}, 400, "echo is not supported"),
+        ("completions", {**COMPLETION, "best_of": 4}, 400, "best_of is not supported"),
+        ("completions", {**COMPLETION, "suffix": "end"}, 400, "suffix is not supported"),
+        ("completions", {**COMPLETION, "min_tokens": 9}, 400, "min_tokens is 9, over max_tokens 4"),
+        ("nothing", {}, 404, "POST /v1/nothing"),
+    ],
+)
+async def test_a_bad_body_is_refused_with_the_field_and_the_remedy(
+    two: Cluster, path: str, body: Any, status: int, words: str
+) -> None:
+    content = body if isinstance(body, bytes) else json.dumps(body).encode()
+    response = await two.http.post(f"/v1/{path}", content=content)
+    assert response.status_code == status, response.text
+    error = response.json()["error"]
+    assert words in error["message"]
+    assert set(error) == {"message", "type", "param", "code"}
+    assert not any(worker.requests for worker in two.workers.values())
+
+
+async def test_a_body_of_20_mb_is_answered_with_413(two: Cluster) -> None:
+    response = await two.http.post("/v1/completions", json={**COMPLETION, "prompt": "x" * (20 << 20)})
+    assert response.status_code == 413
+    assert "shorten" in response.json()["error"]["message"]
+    assert (await two.http.post("/v1/completions", json=COMPLETION)).status_code == 200
+
+
+async def test_the_wrong_method_is_405_in_openai_s_form(two: Cluster) -> None:
+    response = await two.http.get("/v1/completions")
+    assert response.status_code == 405
+    assert response.json()["error"]["type"] == "invalid_request_error"
+
+
+async def test_internal_fields_of_a_client_never_reach_a_worker(two: Cluster) -> None:
+    internal = {"request_id": "x", "generation": "g", "synthetic": True, "tenant": "t", "num_prior_output_tokens": 5}
+    response = await two.http.post(
+        "/v1/completions", json={**COMPLETION, **internal}, headers={"x-warmfront-tenant": "evil"}
+    )
+    assert response.status_code == 200
+    (request,) = [one for worker in two.workers.values() for one in worker.requests]
+    assert (request.synthetic, request.tenant, request.num_prior_output_tokens) == (False, "", 0)
+    assert request.request_id == response.headers["x-request-id"] != "x"
+
+
+async def test_harmless_fields_of_openai_s_are_let_through(two: Cluster) -> None:
+    harmless = {"user": "u", "metadata": {"a": "b"}, "store": False, "parallel_tool_calls": True, "tools": []}
+    harmless |= {"tool_choice": "none", "response_format": {"type": "text"}, "modalities": ["text"]}
+    assert (await two.http.post("/v1/chat/completions", json={**CHAT, **harmless})).status_code == 200
+
+
+async def test_choices_stop_strings_and_several_prompts(two: Cluster) -> None:
+    body = {**COMPLETION, "prompt": ["first prompt", "second prompt"], "n": 2, "return_token_ids": True}
+    answer = (await two.http.post("/v1/completions", json=body)).json()
+    assert [choice["index"] for choice in answer["choices"]] == [0, 1, 2, 3]
+    assert all(len(choice["token_ids"]) == 4 for choice in answer["choices"])
+    assert answer["usage"]["prompt_tokens"] == len("first prompt") + len("second prompt")
+    assert answer["usage"]["completion_tokens"] == 16
+    text = answer["choices"][0]["text"]
+    cut = (
+        await two.http.post("/v1/completions", json={**COMPLETION, "prompt": "first prompt", "stop": text[2]})
+    ).json()
+    assert cut["choices"][0]["text"] == text[:2]
+    assert cut["choices"][0]["finish_reason"] == "stop"
+    async with two.http.stream("POST", "/v1/completions", json={**body, "stream": True}) as response:
+        lines = [json.loads(line[6:]) async for line in response.aiter_lines() if line and "[DONE]" not in line]
+    texts = dict.fromkeys(range(4), "")
+    for line in lines:
+        texts[line["choices"][0]["index"]] += line["choices"][0]["text"]
+    assert texts == {choice["index"]: choice["text"] for choice in answer["choices"]}
+
+
+async def test_one_bad_prompt_of_several_fails_them_all_and_leaves_no_load(two: Cluster) -> None:
+    body = {**COMPLETION, "prompt": [[1, 2, 3], [999_999]]}
+    assert (await two.http.post("/v1/completions", json=body)).status_code == 400
+    await until(lambda: two.load == 0)
+
+
+async def test_token_ids_text_and_chat_share_one_cache(two: Cluster) -> None:
+    text = "a prompt that is long enough for some blocks of sixteen tokens each"
+    await two.http.post("/v1/completions", json={**COMPLETION, "prompt": text})
+    ids = two.workers["w0"].tokenizer.encode(text, add_special_tokens=False).ids
+    response = await two.http.post("/v1/completions", json={**COMPLETION, "prompt": ids})
+    matched = int(response.headers["x-warmfront-matched-tokens"])
+    assert matched == (len(ids) - 1) // 16 * 16
+    assert response.json()["usage"]["prompt_tokens_details"]["cached_tokens"] == matched
+
+
+async def test_logprobs_have_openai_s_form(two: Cluster) -> None:
+    chat = (await two.http.post("/v1/chat/completions", json={**CHAT, "logprobs": True, "top_logprobs": 0})).json()
+    assert set(chat["choices"][0]["logprobs"]["content"][0]) == {"token", "logprob", "bytes", "top_logprobs"}
+    plain = (await two.http.post("/v1/completions", json={**COMPLETION, "logprobs": 0})).json()
+    logprobs = plain["choices"][0]["logprobs"]
+    assert "".join(logprobs["tokens"]) == plain["choices"][0]["text"]
+    assert logprobs["text_offset"] == [0, 1, 2, 3]
+
+
+async def test_the_next_turn_is_predicted_exactly_at_once(two: Cluster) -> None:
+    """Prompt and answer of one turn are the front of the next; the router knows before any event has come."""
+    for worker in two.workers.values():
+        worker.faults.is_reporting_paused = True  # leases stop as well, but not for as long as one lasts
+    messages = [{"role": "user", "content": "tell me a story " * 3}]
+    for turn in range(4):
+        body = {**CHAT, "messages": messages, "max_tokens": 40}
+        response = await two.http.post("/v1/chat/completions", json=body)
+        usage = response.json()["usage"]
+        cached = usage["prompt_tokens_details"]["cached_tokens"]
+        assert int(response.headers["x-warmfront-matched-tokens"]) == cached
+        assert (cached > 0) is (turn > 0)
+        messages.append({"role": "assistant", "content": response.json()["choices"][0]["message"]["content"]})
+        messages.append({"role": "user", "content": f"and then? {turn}"})
+
+
+async def test_without_prefix_caching_nothing_is_predicted_and_load_is_balanced(cluster: Cluster) -> None:
+    for name in ("w0", "w1"):
+        await cluster.add_worker(name, prefix_caching=False)
+    await cluster.add_router()
+    for _ in range(20):
+        response = await cluster.http.post("/v1/completions", json=COMPLETION)
+        assert response.headers["x-warmfront-matched-tokens"] == "0"
+    assert all(5 <= len(worker.requests) <= 15 for worker in cluster.workers.values())
+
+
+async def test_a_tenant_header_counts_only_where_it_is_trusted(cluster: Cluster) -> None:
+    worker = await cluster.add_worker("w0")
+    await cluster.add_router(trust_tenant_header=True)
+    await cluster.http.post("/v1/completions", json=COMPLETION, headers={"x-warmfront-tenant": "acme"})
+    assert worker.requests[0].tenant == "acme"
+
+
+async def test_two_small_writes_reach_the_client_one_by_one(two: Cluster) -> None:
+    for worker in two.workers.values():
+        worker.spec.decode_s = 0.05
+    body = {**COMPLETION, "stream": True}
+    clock = asyncio.get_running_loop().time
+    async with two.http.stream("POST", "/v1/completions", json=body) as response:
+        times = [clock() async for line in response.aiter_lines() if line]
+    gaps = [later - earlier for earlier, later in itertools.pairwise(times[:4])]
+    assert all(gap > 0.02 for gap in gaps), "events were held back and came together"
+
+
+async def test_the_operator_s_paths(two: Cluster) -> None:
+    listed = (await two.http.get("/v1/replicas")).json()
+    assert [one["id"] for one in listed["replicas"]] == ["w0", "w1"]
+    assert listed["replicas"][0]["state"] == "READY"
+    assert (await two.http.get("/healthz")).status_code == 200
+    assert (await two.http.get("/readyz")).status_code == 200
+    metrics = (await two.http.get("/metrics")).text
+    assert 'warmfront_router_index_mode{mode="live"} 1.0' in metrics
+    assert (await two.http.post("/v1/drain", json={"replica": "w0"})).json() == {"replica": "w0", "running": 0}
+    await until(lambda: len(two.router.fleet.ready_members) == 1)
+    assert (await two.http.post("/v1/drain", json={"replica": "no"})).status_code == 404
+    assert (await two.http.post("/v1/drain", json={})).status_code == 400
+    assert (await two.http.get("/v1/models/simulated")).json()["id"] == "simulated"
+    assert (await two.http.get("/v1/models/other")).status_code == 404

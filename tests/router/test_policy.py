@@ -156,6 +156,15 @@ def test_eight_prompts_in_one_moment_spread_two_each_over_four_slow_replicas() -
     assert set(waiting.values()) == {2}
 
 
+def test_idle_replicas_of_about_one_speed_share_a_light_load() -> None:
+    idle = [Candidate(name, speed=speed) for name, speed in zip("abcd", (900, 1000, 1100, 1200), strict=True)]
+    rng = random.Random(0)
+    counts = Counter(choose(WARMFRONT, Ask(500), idle, rng).chosen.replica for _ in range(1000))
+    assert all(200 <= counts[name] <= 300 for name in "abcd")
+    slower_but_warm = [Candidate("cold", speed=1200), Candidate("warm", speed=1000, matched_tokens=16)]
+    assert decide(WARMFRONT, 500, *slower_but_warm).chosen.replica == "warm"
+
+
 def test_ties_are_broken_evenly_and_by_the_seed_alone() -> None:
     idle = [Candidate(name) for name in "abcd"]
     rng = random.Random(0)
