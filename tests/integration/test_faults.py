@@ -145,7 +145,7 @@ def test_a_worker_that_differs_is_refused_by_the_name_of_what_differs(
     )
     assert refused.returncode == 2
     assert named in refused.stderr
-    assert "stranger" not in two_replicas.replicas()
+    wait_until(lambda: "stranger" not in two_replicas.replicas(), guard_s=60, what="the stranger's lease is gone")
 
 
 BAD = [
