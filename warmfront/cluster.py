@@ -132,9 +132,7 @@ class RayActors:
         from router.controller import WorkerSpec, start_controller
 
         logging.getLogger("ray").setLevel(logging.ERROR)
-        sys.stdout = (self._log_dir / "ray.log").open(
-            "a", encoding="utf-8"
-        )  # Ray tells of each dead process there
+        sys.stdout = (self._log_dir / "ray.log").open("a", encoding="utf-8")  # Ray tells of each dead process there
         try:
             ray.init(
                 address="local",  # never the cluster that some file in /tmp names
@@ -193,6 +191,8 @@ class RayActors:
         self._link_logs()
 
     def _drain(self, role: str, deadline_s: float) -> None:
+        if not self._names[role]:
+            return  # nothing was started
         import ray
 
         if role == "worker":
@@ -212,6 +212,8 @@ class RayActors:
             _, results = ray.wait(results, num_returns=len(results), timeout=0.2)
 
     def _shut_down(self) -> None:
+        if not self._home.exists():
+            return  # nothing was started
         import ray
 
         with contextlib.suppress(Exception):  # it may have died by itself

@@ -117,9 +117,9 @@ def read_prompts(file: Path | None) -> list[dict[str, Any]]:
 
 def render(rows: Sequence[Row]) -> RenderableType:
     """The table, and one line that says what it shows."""
-    table = Table(box=None, pad_edge=False)
-    table.add_column("prompt", no_wrap=True, max_width=28, overflow="ellipsis")
-    for name in ("tokens", "TTFT ms cold / warm / none", "computed"):
+    table = Table(box=None, pad_edge=False, title="cold / warm / no cache", title_justify="left")
+    table.add_column("prompt", no_wrap=True, max_width=24, overflow="ellipsis")
+    for name in ("tokens", "TTFT ms", "tokens computed"):
         table.add_column(name, justify="right", no_wrap=True)
     table.add_column("texts", no_wrap=True)
     for row in rows:

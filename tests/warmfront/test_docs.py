@@ -1,0 +1,78 @@
+"""docs/reference.md says what the program does: its tables are compared with the flags and with /metrics."""
+
+from __future__ import annotations
+
+import importlib
+import re
+from pathlib import Path
+
+import click
+import pytest
+from prometheus_client import CollectorRegistry
+
+from router.metrics import RouterMetrics
+from warmfront.__main__ import COMMANDS, cli
+from warmfront.options import CONFIGS, FLAGS, default_of, flags_of
+from worker.engine import EngineSnapshot
+from worker.metrics import WorkerMetrics
+
+ROOT = Path(__file__).resolve().parents[2]
+REFERENCE = (ROOT / "docs" / "reference.md").read_text(encoding="utf-8")
+
+
+def table(first_cell: str) -> dict[str, list[str]]:
+    """The rows whose first cell matches, by that cell."""
+    rows = [line.strip("| ").split(" | ") for line in REFERENCE.splitlines() if line.startswith("| `")]
+    return {row[0].strip("`"): row[1:] for row in rows if re.fullmatch(first_cell, row[0])}
+
+
+def test_the_table_of_flags_is_the_program_s() -> None:
+    expected = {}
+    for flag in FLAGS:
+        commands = [command for command in CONFIGS if flag in flags_of(command)]
+        defaults = {default_of(flag, command) for command in commands} - {None}
+        default = str(defaults.pop()) if defaults else "-"
+        default = default.lower() if default in ("True", "False") else default
+        expected[f"--{flag.name}"] = [", ".join(commands), default, flag.help]
+    assert table("`--[a-z-]+`") == expected
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_help_has_every_flag_of_the_table(name: str) -> None:
+    module, attribute, _ = COMMANDS[name]
+    command: click.Command = getattr(importlib.import_module(module), attribute)
+    text = command.get_help(click.Context(command))
+    listed = {flag for flag, row in table("`--[a-z-]+`").items() if name in row[0].split(", ")}
+    assert {
+        flag
+        for flag in listed
+        if f"{flag} " not in text and f"{flag}\n" not in text and f"{flag}/" not in text.replace(" / ", "/")
+    } == set()
+
+
+def test_every_command_stands_in_the_reference() -> None:
+    for command in cli.list_commands(click.Context(cli)):
+        assert re.search(rf"`{command}[` ]", REFERENCE), command
+
+
+def names_of(registry: CollectorRegistry) -> set[str]:
+    """Names as /metrics shows them in its TYPE lines; counters with their _total."""
+    families = list(registry.collect())
+    return {family.name + ("_total" if family.type == "counter" else "") for family in families}
+
+
+def test_the_table_of_metrics_is_what_routers_and_workers_export() -> None:
+    worker = WorkerMetrics(view=EngineSnapshot, now=0.0).registry
+    assert set(table(r"`warmfront_[a-z0-9_]+`")) == names_of(RouterMetrics().registry) | names_of(worker)
+
+
+def test_names_of_other_systems_stand_there_too() -> None:
+    registry = WorkerMetrics(view=EngineSnapshot, now=0.0, compat=True).registry
+    for name in names_of(registry):
+        assert f"`{name}`" in REFERENCE
+
+
+def test_links_between_the_documents_lead_somewhere() -> None:
+    for document in (*ROOT.glob("*.md"), *ROOT.glob("docs/*.md")):
+        for target in re.findall(r"\]\(([^)#\s]+)[^)]*\)", document.read_text(encoding="utf-8")):
+            assert "://" in target or (document.parent / target).exists(), f"{document.name}: {target}"
