@@ -54,7 +54,7 @@ class Fleet:
         self._profile: ModelProfile | None = None
         self._redis = connect_redis(config.redis_url)
         keys = FleetKeys(config.fleet)
-        self._registry = Registry(self._redis, keys, self.membership)
+        self._registry = Registry(self._redis, keys, self.membership, self._accept_contract)
         self.mirror = IndexMirror(
             self._redis, keys, self.index, metrics, on_applied=self._on_applied, rng=random.Random(config.router_id)
         )
@@ -127,7 +127,6 @@ class Fleet:
         now = time.monotonic()
         changes = await self._registry.poll(now)
         if changes is not None:
-            self._check_contract()
             for replica in changes.left:
                 await self._remove(replica)
             for replica in changes.joined:
@@ -147,25 +146,19 @@ class Fleet:
             self.loads.confirm(replica_id, self.mirror.applied_seq(replica_id), now)
         self._report()
 
-    def _check_contract(self) -> None:
+    def _accept_contract(self, contract: common_pb2.Contract) -> str:
         """Take the fleet's hash scheme, or say why this router cannot."""
-        contract = self.membership.contract
-        if contract is None:
-            return
         if self._profile is not None and self._profile.contract != contract:
             log.warning("the fleet's contract has changed, the model is asked for again")
             self._profile.close()
             self._profile = None
         if self.scheme is not None and self.scheme.fingerprint() == contract.hash_scheme:
-            self.membership.contract_fault = ""
-            return
+            return ""
         self.scheme = None
         fault = scheme_fault(self.config, contract)
         if not fault:
             self.scheme = HashScheme(contract.hash_algorithm, contract.block_size, self.config.hash_seed)
-        if fault != self.membership.contract_fault and fault:
-            log.error("this router cannot serve the fleet reason=%r", fault)
-        self.membership.contract_fault = fault
+        return fault
 
     def _add(self, replica: Replica) -> None:
         lease = replica.lease

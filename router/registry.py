@@ -6,7 +6,7 @@ Whoever differs from the fleet's contract is listed and refused, with the fields
 """
 
 import logging
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -176,9 +176,19 @@ def contract_differences(fleet: common_pb2.Contract, replica: common_pb2.Contrac
 
 
 class Registry:
-    """Reads the leases. ``online`` says whether Redis answered the last time."""
+    """Reads the leases. ``online`` says whether Redis answered the last time.
 
-    def __init__(self, client: "redis_asyncio.Redis", keys: FleetKeys, membership: Membership) -> None:
+    ``accept_contract`` takes the fleet's contract and says why this router cannot serve it; empty when it can.
+    """
+
+    def __init__(
+        self,
+        client: "redis_asyncio.Redis",
+        keys: FleetKeys,
+        membership: Membership,
+        accept_contract: Callable[[common_pb2.Contract], str],
+    ) -> None:
+        self._accept_contract = accept_contract
         self.membership = membership
         self.online = False
         self._client = client
@@ -200,6 +210,7 @@ class Registry:
         if contract is not None:
             # An emptied Redis has none for a moment: what was adopted stays.
             self.membership.contract = contract
+            self.membership.contract_fault = self._accept_contract(contract)
         return self.membership.observe(leases, now)
 
     async def _read(self) -> tuple[common_pb2.Contract | None, list[common_pb2.ReplicaLease]]:

@@ -42,7 +42,7 @@ class Mirrored:
         self.mirror = IndexMirror(
             self.client, keys, PrefixIndex(), self.metrics, on_applied=self._on_applied, rng=random.Random(1)
         )
-        self.registry = Registry(self.client, keys, Membership(fleet, lease_s=1000))
+        self.registry = Registry(self.client, keys, Membership(fleet, lease_s=1000), lambda contract: "")
         self.workers: dict[str, SimulatedWorker] = {}
         self.chains: dict[str, list[BlockChain]] = {}
         self.boots = 0

