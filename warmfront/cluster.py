@@ -145,7 +145,8 @@ class RayActors:
             )
         except (RuntimeError, OSError, ValueError) as error:
             raise Failure(f"Ray does not start: {str(error).splitlines()[0]}") from error
-        num_gpus = self._gpus_per_worker(list(workers.values()), int(ray.cluster_resources().get("GPU", 0)))
+        on_gpus = next(iter(workers.values())).engine == "model" and ray.cluster_resources().get("GPU", 0)
+        num_gpus = 1 if on_gpus and not any(config.device == "cpu" for config in workers.values()) else 0
         actors = {name: start_router_actor(config, name=name) for name, config in routers.items()}
         specs = [
             WorkerSpec(name=name, settings={"config": config, "num_gpus": num_gpus}) for name, config in workers.items()
@@ -157,14 +158,6 @@ class RayActors:
                 ray.get(actor.ping.remote())
             except ray.exceptions.RayError as error:
                 raise Failure(f"{name} does not start: {_cause(error)}") from error
-
-    @staticmethod
-    def _gpus_per_worker(configs: list[WorkerConfig], num_gpus: int) -> int:
-        if num_gpus == 0 or configs[0].device == "cpu":
-            return 0
-        if num_gpus < len(configs):
-            raise WrongUse(f"--replicas {len(configs)}: each worker takes one GPU, and Ray sees {num_gpus}")
-        return 1
 
     def _look(self) -> None:
         import ray

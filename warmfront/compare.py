@@ -69,7 +69,7 @@ def compare(*, file: Path | None, url: str, max_tokens: int, model: Path | None,
     """
     bodies = [{**body, "max_tokens": max_tokens, "temperature": 0} for body in read_prompts(file)]
     client = Client(url)
-    settings, threads = _settings_of(client.url, model)
+    settings = _settings_of(client.url, model)
     rows = [Row(_first_words(body), {}) for body in bodies]
     with Progress() as progress:
         name = served_model(client)
@@ -79,7 +79,7 @@ def compare(*, file: Path | None, url: str, max_tokens: int, model: Path | None,
                 progress.update(f"{column}: prompt {number} of {len(rows)}")
                 row.answers[column] = _ask(client, name, {**body, "cache_salt": salt})
         progress.update("starting a worker without a cache")
-        with uncached_cluster(settings, threads) as other:
+        with uncached_cluster(settings) as other:
             other_name = served_model(other)
             for number, (row, body) in enumerate(zip(rows, bodies, strict=True), start=1):
                 progress.update(f"no cache: prompt {number} of {len(rows)}")
@@ -153,9 +153,8 @@ def verdict(rows: Sequence[Row]) -> str:
 
 
 @contextlib.contextmanager
-def uncached_cluster(settings: dict[str, Any], threads: int | None) -> Iterator[Client]:
-    """A cluster of one worker that keeps nothing, with as many threads as the other's workers, for one block."""
-    env = child_environment() if threads is None else {**child_environment(), "OMP_NUM_THREADS": str(threads)}
+def uncached_cluster(settings: dict[str, Any]) -> Iterator[Client]:
+    """A cluster of one worker that keeps nothing, for the length of the block."""
     with tempfile.TemporaryDirectory(prefix="wf-compare-") as folder:
         config, ready, log = (Path(folder) / name for name in ("up.yaml", "ready.json", "up.log"))
         own = {"replicas": 1, "routers": 1, "http_port": 0, "grpc_port": 0, "fleet": "compare", "without_ray": True}
@@ -168,7 +167,7 @@ def uncached_cluster(settings: dict[str, Any], threads: int | None) -> Iterator[
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=output,
-                env=env,
+                env=child_environment(),
                 start_new_session=True,
                 preexec_fn=die_with_parent,
             )
@@ -188,19 +187,17 @@ def _ask(client: Client, model: str, body: dict[str, Any]) -> Answer:
     return client.generate(path, {**body, "model": model})
 
 
-def _settings_of(url: str, model: Path | None) -> tuple[dict[str, Any], int | None]:
-    """Flags and threads of the workers behind ``url``, where that is a cluster of this machine."""
+def _settings_of(url: str, model: Path | None) -> dict[str, Any]:
+    """The flags of the workers behind ``url``, where that is a cluster of this machine."""
     for run_dir in all_run_dirs():
         if run_dir.cluster.get("http") == url and run_dir.owner():
             settings: dict[str, Any] = run_dir.cluster["worker"]
-            if model is not None:
-                settings = {**settings, "model": str(model.absolute())}
-            return settings, run_dir.cluster["threads"]
+            return settings if model is None else {**settings, "model": str(model.absolute())}
     if model is None:
         raise WrongUse(
             f"{url} is not a cluster of this machine: say with --model what the worker without a cache shall load"
         )
-    return {"model": str(model.absolute())}, None
+    return {"model": str(model.absolute())}
 
 
 def _body(line: str, where: str) -> dict[str, Any]:

@@ -78,7 +78,13 @@ def check_settings(settings: UpConfig, params: dict[str, Any]) -> None:
     unused = {"redis_url": "redis://unused"}
     fill(WorkerConfig, params, **unused, replica_id="w0", listen="127.0.0.1", metrics_port=None)
     fill(RouterConfig, params, **unused)
-    find_model(params["model"])
+    if params["engine"] == "model":
+        find_model(params["model"])
+        gpus = gpus_of(params["device"])
+        if gpus and settings.replicas > gpus:
+            raise WrongUse(
+                f"--replicas {settings.replicas}: each takes one GPU, and here are {gpus} (or say --device cpu)"
+            )
     for name in ("http", "grpc", "metrics"):
         first = params[f"{name}_port"]
         for port in range(first, first + (settings.routers if name == "metrics" else 1)) if first else ():
@@ -102,6 +108,16 @@ def find_model(path: Path | None) -> None:
         raise WrongUse(f"--model {path}: neither a folder nor a .gguf file")
 
 
+def gpus_of(device: str) -> int:
+    """How many GPUs workers with this ``--device`` may share out; 0 on the CPU or when it names one."""
+    if device not in ("auto", "cuda"):
+        return 0
+    listed = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if listed is not None:
+        return len([name for name in listed.split(",") if name.strip() not in ("", "-1")])
+    return len(list(Path("/proc/driver/nvidia/gpus").glob("*")))
+
+
 def probe_port(host: str, port: int, flag: str) -> None:
     """Binds once without SO_REUSEPORT, which would hide somebody else on the port. Raises ``WrongUse``."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
@@ -119,10 +135,9 @@ class _Cluster:
     def __init__(self, settings: UpConfig, params: dict[str, Any], run_dir: RunDir) -> None:
         self._settings, self._params, self._run_dir = settings, params, run_dir
         self._log_dir = settings.log_dir or run_dir.path / "logs"
-        # Workers that share the machine's cores do not get in each other's way.
-        cores = len(os.sched_getaffinity(0))
-        self._threads = int(os.environ.get("OMP_NUM_THREADS") or max(1, cores // settings.replicas))
-        self._env = {RUN_DIR_ENV: str(run_dir.path), "OMP_NUM_THREADS": str(self._threads)}
+        # Every worker may use every core, as idle threads sleep; Ray would give an actor one thread.
+        threads = os.environ.get("OMP_NUM_THREADS") or str(len(os.sched_getaffinity(0)))
+        self._env = {RUN_DIR_ENV: str(run_dir.path), "OMP_NUM_THREADS": threads}
         self._stop, self._hurry = asyncio.Event(), asyncio.Event()
         self._valkey: EmbeddedValkey | None = None
         self._http_port = params["http_port"] or free_port()
@@ -204,8 +219,11 @@ class _Cluster:
         }
 
     def _worker_flags(self, name: str, shared: dict[str, str]) -> dict[str, Any]:
+        # Workers speak to routers of this machine alone. Ray shows each actor one GPU; without it they are told theirs.
         own = {"replica_id": name, "listen": "127.0.0.1", "insecure_listen": False, "metrics_port": None}
-        return {**self._flags("worker", shared), **own}  # workers speak to routers of this machine alone
+        if self._settings.without_ray and gpus_of(self._params["device"]):
+            own["device"] = f"cuda:{self._names().index(name)}"
+        return {**self._flags("worker", shared), **own}
 
     async def _until_ready(self, progress: Progress) -> None:
         loop = asyncio.get_running_loop()
@@ -309,8 +327,7 @@ class _Cluster:
             "http": self._http,
             "grpc": self._grpc,
             "fleet": self._params["fleet"],
-            "worker": self._flags("worker", {}),  # with `threads`: what `compare` starts its own worker with
-            "threads": self._threads,
+            "worker": self._flags("worker", {}),  # what `compare` starts its own worker with
         }
         ready_file = self._settings.ready_file
         self._run_dir.ready_file = str(ready_file.absolute()) if ready_file else None
