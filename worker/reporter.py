@@ -132,6 +132,7 @@ class Reporter:
         if len(self._queue) >= MAX_QUEUED_BATCHES:
             self._queue.clear()
             self._needs_snapshot = True
+            self._fetching = None  # it may be older than what was dropped
         self._queue.append(batch)
         self._wake.set()
 
@@ -152,6 +153,7 @@ class Reporter:
                 failures += 1
                 self.is_connected = False
                 self._needs_snapshot = True
+                self._next_beat_s = 0.0
                 await asyncio.sleep(min(_MAX_BACKOFF_S, 0.05 * 2 ** min(failures, 6)) * random.uniform(0.5, 1.0))
                 continue
             if failures:
@@ -183,8 +185,8 @@ class Reporter:
     async def _turn(self) -> None:
         now = time.monotonic()
         if now >= self._next_beat_s:
+            self._next_beat_s = now + self._heartbeat_s  # before the beat, during which the state may change again
             await self._beat()
-            self._next_beat_s = now + self._heartbeat_s
         if self._needs_snapshot or self._num_since_snapshot >= self._stream_length // 2:
             await self._renew_snapshot()
         if self._queue:
