@@ -343,3 +343,24 @@ def test_the_tenants_load_gives_the_known_oracle_and_the_default_comes_near_it(t
     assert result["random_hit_rate"] == pytest.approx(0.40, abs=0.02)
     assert result["hit_rate"] >= 0.95 * result["oracle_hit_rate"]
     assert result["imbalance"]["prefill"] <= 1.15
+
+
+def test_the_same_load_over_the_wire_comes_to_nearly_the_same(chat_trace: Path) -> None:
+    fleet = ("--replicas", "2", "--kv-blocks", "60%", "--in-flight", "2", "--block-size", "8", "--json")
+    virtual = json.loads(replay(chat_trace, *fleet).stdout)
+    done = replay(chat_trace, *fleet, "--live", "--routers", "2", "--prefill-tokens-per-s", "4000", "--time-scale", "1")
+    assert done.returncode == 0, done.stderr
+    live = json.loads(done.stdout)
+    assert list(live) == list(virtual)
+    assert live["oracle_hit_rate"] == virtual["oracle_hit_rate"]
+    assert live["random_hit_rate"] == pytest.approx(virtual["random_hit_rate"], abs=0.1)
+    assert live["random_hit_rate"] < live["hit_rate"] <= live["oracle_hit_rate"] + 0.02
+    assert 0 < live["ttft_ms"]["p50"] <= live["ttft_ms"]["p99"]
+
+
+def test_live_takes_one_setting_and_blocks_that_a_worker_can_have(chat_trace: Path, tmp_path: Path) -> None:
+    assert "--live runs one setting" in replay(chat_trace, "--live", "--replicas", "1,2").stderr
+    trace = mooncake(tmp_path / "m.jsonl", {"timestamp": 0, "input_length": 9, "output_length": 1, "hash_ids": [1]})
+    done = replay(trace, "--live", "--kv-blocks", "5")
+    assert done.returncode == 2
+    assert "blocks of up to 256 tokens" in done.stderr

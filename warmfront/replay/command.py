@@ -111,6 +111,14 @@ class Policies(click.ParamType[list[str]]):
 @click.option("--seed", type=int, default=0, show_default=True, help="Of ties and random choices.")
 @click.option("--limit", type=click.IntRange(min=1), help="Only the trace's first requests.")
 @click.option("--model", type=FILE, help="Whose tokenizer reads text and messages. Default: the packaged SmolLM2.")
+@click.option("--live", is_flag=True, help="Over the wire: real routers and workers around simulated engines.")
+@click.option(
+    "--time-scale",
+    type=click.FloatRange(1),
+    default=10.0,
+    show_default=True,
+    help="With --live everything takes so many times as long, so that this machine's own work weighs less.",
+)
 @click.option("--json", "as_json", is_flag=True, help="One object per policy, one a line.")
 @click.option("--plot", "plot_path", type=FILE, help="Draw hit rate over time and TTFT there (needs matplotlib).")
 def replay(
@@ -132,6 +140,8 @@ def replay(
     seed: int,
     limit: int | None,
     model: Path | None,
+    live: bool,
+    time_scale: float,
     as_json: bool,
     plot_path: Path | None,
 ) -> None:
@@ -145,6 +155,8 @@ def replay(
     plans = len(replicas) * len(pools) * len(sizes) > 1
     if plans and plot_path is not None:
         raise WrongUse("--plot draws one setting: give --replicas, --kv-blocks and --block-size one value each")
+    if plans and live:
+        raise WrongUse("--live runs one setting: give --replicas, --kv-blocks and --block-size one value each")
     base = Settings(
         kv_blocks=1,
         prefill_tokens_per_s=prefill_tokens_per_s,
@@ -172,7 +184,9 @@ def replay(
                 )
                 if load_share is not None:
                     settings = replace(settings, speed=open_loop_speed(jobs, scheme, settings, load_share))
-                bounds, outcomes = _compare(jobs, scheme, settings, policies, progress, task)
+                bounds, outcomes = _compare(
+                    jobs, scheme, settings, policies, time_scale if live else None, progress, task
+                )
                 for outcome in outcomes:
                     num_blocks = settings.kv_blocks * num_replicas
                     costs = costs_of(turns, scheme, num_blocks, outcome.final_caches) if plans else None
@@ -186,23 +200,34 @@ def replay(
 
 
 def _compare(
-    jobs: Sequence[Job], scheme: HashScheme, settings: Settings, policies: list[str], progress: Progress, task: Any
+    jobs: Sequence[Job],
+    scheme: HashScheme,
+    settings: Settings,
+    policies: list[str],
+    live_scale: float | None,
+    progress: Progress,
+    task: Any,
 ) -> tuple[Bounds, list[Outcome]]:
-    outcomes = {}
-    for policy in dict.fromkeys([*policies, "random"]):
+    """Every policy's outcome, live where ``live_scale`` says how slowly; the bounds always by the virtual clock."""
+
+    def run(policy: str, scale: float | None) -> Outcome:
         progress.update(task, description=f"{policy}, {settings.num_replicas} replicas")
         start = progress.tasks[task].completed
-        outcomes[policy] = simulate(
-            jobs,
-            scheme,
-            replace(settings, policy=policy),
-            lambda num_ended, start=start: progress.update(task, completed=start + num_ended),  # type: ignore[misc]
-        )
-    bounds = Bounds(
-        oracle_hit_rate=oracle_hit_rate(jobs, scheme, settings.num_replicas * settings.kv_blocks),
-        random_hit_rate=outcomes["random"].hit_rate,
-    )
-    return bounds, [outcomes[policy] for policy in policies]
+
+        def on_progress(num_ended: int) -> None:
+            progress.update(task, completed=start + num_ended)
+
+        one = replace(settings, policy=policy)
+        if scale is None:
+            return simulate(jobs, scheme, one, on_progress)
+        from warmfront.replay.live import run_live
+
+        return run_live([job.turn for job in jobs], scheme.block_size, one, scale, on_progress)
+
+    outcomes = {policy: run(policy, live_scale) for policy in policies}
+    by_lot = outcomes["random"] if "random" in outcomes and live_scale is None else run("random", None)
+    oracle = oracle_hit_rate(jobs, scheme, settings.num_replicas * settings.kv_blocks)
+    return Bounds(oracle_hit_rate=oracle, random_hit_rate=by_lot.hit_rate), list(outcomes.values())
 
 
 def _print(

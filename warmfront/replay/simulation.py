@@ -31,7 +31,7 @@ Progress = Callable[[int], None]
 """Is told how many requests have ended."""
 
 _PROGRESS_STEP = 64
-_IN_FLIGHT_PER_REPLICA = 4  # in a closed loop, where the caller does not say
+IN_FLIGHT_PER_REPLICA = 4  # in a closed loop, where the caller does not say
 _GENERATION = "0"
 
 
@@ -236,7 +236,7 @@ class Simulation:
         start_s = 0.0
         if self._settings.speed is None:
             self._sendable = sorted(next(left) for left in self._turns_left.values())
-            for _ in range(self._settings.in_flight or _IN_FLIGHT_PER_REPLICA * self._settings.num_replicas):
+            for _ in range(self._settings.in_flight or IN_FLIGHT_PER_REPLICA * self._settings.num_replicas):
                 self._send_next(0.0)
         else:
             start_s = self._arrival_s(0)
