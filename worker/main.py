@@ -143,7 +143,7 @@ class Worker:
             code, reason = EXIT_FAILED, str(error)
         except Exception as error:
             logger.exception("the worker failed")
-            code, reason = EXIT_FAILED, f"{type(error).__name__}: {error}"
+            code, reason = EXIT_FAILED, str(error) or type(error).__name__
         self.replica.fault = reason
         await self._close_down(code, reporting)
         logger.critical("replica=%s exit_code=%d: %s", self._config.replica_id, code, reason)
@@ -272,7 +272,8 @@ class Worker:
         await _first_of(drained, reporting, self._death)
         drained.cancel()
         if self._death.done():
-            raise self._death.result()
+            death = self._death.result()
+            raise RuntimeError(f"the engine died of {type(death).__name__}: {death}") from death
         if reporting.done():
             reporting.result()
 

@@ -1,0 +1,245 @@
+"""The life of one worker process: its states, its exit codes, what it leaves behind."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import urllib.request
+from collections.abc import Callable
+from pathlib import Path
+
+import grpc
+import pytest
+import redis.asyncio as aioredis
+from warmfront_pb.v1 import common_pb2
+
+from tests.fakes.runner import FakeRunner, fake_loader
+from tests.worker.conftest import free_port
+from tests.worker.served import config_for, serve
+from worker.config import WorkerConfig
+from worker.main import EXIT_FAILED, EXIT_OK, EXIT_WRONG_USE, Worker
+from worker.replica import Loaded, Progress
+
+ROOT = Path(__file__).parents[2]
+PROMPT = list(range(100, 140))
+
+
+async def lease_of(config: WorkerConfig) -> common_pb2.ReplicaLease | None:
+    client = aioredis.from_url(config.redis_url)
+    data = await client.get(f"wf:{{{config.fleet}}}:replica:{config.replica_id}")
+    await client.aclose()
+    return common_pb2.ReplicaLease.FromString(data) if data else None
+
+
+async def until_state(config: WorkerConfig, state: common_pb2.ReplicaState | None) -> None:
+    async with asyncio.timeout(20):
+        while True:
+            lease = await lease_of(config)
+            if (lease.state if lease else None) == state:
+                return
+            await asyncio.sleep(0.01)
+
+
+def gated_loader(gate: threading.Event) -> Callable[[WorkerConfig, Progress], Loaded]:
+    def load(config: WorkerConfig, progress: Progress) -> Loaded:
+        gate.wait()
+        return fake_loader()(config, progress)
+
+    return load
+
+
+async def test_a_worker_is_seen_starting_then_ready_then_gone(valkey_url: str) -> None:
+    config, gate = config_for(valkey_url), threading.Event()
+    worker, addresses = Worker(config, gated_loader(gate)), []
+    running = asyncio.create_task(worker.run(addresses.append))
+    await until_state(config, common_pb2.STARTING)
+    starting = await lease_of(config)
+    assert starting is not None
+    assert starting.address == worker.replica.address
+    assert not starting.HasField("contract")
+    gate.set()
+    await until_state(config, common_pb2.READY)
+    ready = await lease_of(config)
+    assert ready is not None
+    assert ready.contract.served_model_name == "fake"
+    assert addresses == [worker.replica.address]
+    worker.drain()
+    assert await running == EXIT_OK
+    assert await lease_of(config) is None
+
+
+async def test_a_drain_while_the_model_loads_ends_at_once(valkey_url: str) -> None:
+    config, gate = config_for(valkey_url), threading.Event()
+    worker = Worker(config, gated_loader(gate))
+    running = asyncio.create_task(worker.run())
+    await until_state(config, common_pb2.STARTING)
+    worker.drain()
+    assert await running == EXIT_OK
+    gate.set()
+    assert await lease_of(config) is None
+
+
+async def test_draining_is_in_the_lease_while_requests_end(valkey_url: str) -> None:
+    config = config_for(valkey_url)
+    async with serve(config, step_s=0.01) as served:
+        call = served.client.start(PROMPT, sampling={"max_tokens": 60})
+        await call.read()
+        served.worker.drain()
+        await until_state(config, common_pb2.DRAINING)
+        while (message := await call.read()) is not grpc.aio.EOF:
+            last = message
+        assert last.finish_reason == "length"
+        assert await served.task == EXIT_OK
+    assert await lease_of(config) is None
+
+
+@pytest.mark.parametrize(
+    ("error", "code"),
+    [(ValueError("no model at /nowhere"), EXIT_WRONG_USE), (RuntimeError("out of memory"), EXIT_FAILED)],
+)
+async def test_a_model_that_does_not_load_ends_the_process_with_its_reason(
+    valkey_url: str, error: Exception, code: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    def load(config: WorkerConfig, progress: Progress) -> Loaded:
+        raise error
+
+    config = config_for(valkey_url)
+    with caplog.at_level(logging.INFO, logger="worker"):
+        assert await Worker(config, load).run() == code
+    assert str(error) in caplog.records[-1].getMessage()
+    assert await lease_of(config) is None
+
+
+async def test_a_dead_redis_is_wrong_use() -> None:
+    worker = Worker(config_for("redis://127.0.0.1:1/0"), fake_loader())
+    assert await worker.run() == EXIT_WRONG_USE
+    assert "--redis" in worker.replica.fault
+
+
+async def test_a_taken_port_is_wrong_use(valkey_url: str) -> None:
+    with socket.socket() as holder:
+        holder.bind(("127.0.0.1", 0))
+        holder.listen()
+        worker = Worker(config_for(valkey_url, port=holder.getsockname()[1]), fake_loader())
+        assert await worker.run() == EXIT_WRONG_USE
+    assert "cannot listen" in worker.replica.fault
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"block_size": 32}, "block_size is 32 here and 16 in the fleet"),
+        ({"prefix_caching_hash_algo": "sha256"}, "hash_algorithm is sha256 here"),
+        ({"hash_seed": "another"}, "the hash seed differs"),
+        ({"served_model_name": "other"}, "served_model_name is other here and fake"),
+        ({"max_model_len": 400}, "max_model_len is 400 here and 500"),
+        ({"mode": "deterministic"}, "mode is deterministic here and fast"),
+    ],
+)
+async def test_a_worker_that_differs_from_its_fleet_is_refused(
+    valkey_url: str, settings: dict[str, object], words: str
+) -> None:
+    config = config_for(valkey_url)
+    async with serve(config):
+        other = Worker(config_for(valkey_url, fleet=config.fleet, replica_id="w1", **settings), fake_loader())
+        assert await other.run() == EXIT_WRONG_USE
+    assert words in other.replica.fault
+
+
+async def test_two_workers_of_one_fleet_get_along(valkey_url: str) -> None:
+    config = config_for(valkey_url)
+    async with serve(config) as one, serve(config_for(valkey_url, fleet=config.fleet, replica_id="w1")) as two:
+        assert one.address != two.address
+        first = await one.client.generate(PROMPT, sampling={"max_tokens": 8})
+        second = await two.client.generate(PROMPT, sampling={"max_tokens": 8})
+    assert first.token_ids == second.token_ids
+
+
+async def test_a_newer_boot_of_the_same_replica_ends_the_older_one(valkey_url: str) -> None:
+    config = config_for(valkey_url)
+    async with serve(config) as old:
+        await asyncio.sleep(0.002)
+        async with serve(config) as new:
+            assert await old.task == EXIT_FAILED
+            assert new.worker.replica.generation in old.worker.replica.fault
+            lease = await lease_of(config)
+            assert lease is not None
+            assert lease.generation == new.worker.replica.generation
+            assert (await new.client.generate(PROMPT, sampling={"max_tokens": 1})).token_ids
+
+
+async def test_a_dead_engine_ends_the_process_and_its_requests_can_go_elsewhere(valkey_url: str) -> None:
+    config = config_for(valkey_url)
+    async with serve(config, runner=FakeRunner(201, 16, step_s=0.01)) as served:
+        call = served.client.start(PROMPT, sampling={"max_tokens": 400})
+        await call.read()
+        served.runner.dead = True
+        with pytest.raises(grpc.aio.AioRpcError) as raised:
+            while await call.read() is not grpc.aio.EOF:
+                pass
+        assert raised.value.code() is grpc.StatusCode.UNAVAILABLE
+        assert await served.task == EXIT_FAILED
+        assert "the device is gone" in served.worker.replica.fault
+    assert await lease_of(config) is None
+
+
+async def test_metrics_are_served_where_asked_and_nowhere_else(valkey_url: str) -> None:
+    port = free_port()
+    async with serve(config_for(valkey_url, metrics_port=port, compat_metrics=True)) as served:
+        for _ in range(2):
+            await served.client.generate(PROMPT, sampling={"max_tokens": 4})
+        text = await asyncio.to_thread(
+            lambda: urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics").read().decode()
+        )
+    assert "warmfront_worker_prefix_cache_queries_tokens_total 80.0" in text
+    assert 'warmfront_worker_prefix_cache_hits_tokens_total{tier="device"} 32.0' in text
+    assert "vllm:prefix_cache_hits_total 32.0" in text
+    with socket.socket() as probe:
+        assert probe.connect_ex(("127.0.0.1", port)) != 0
+
+
+PROGRAM = """
+import sys
+from worker.config import WorkerConfig
+from worker.main import run_worker
+from worker.simulated import BYTES
+
+given = {"redis_url": sys.argv[1], "fleet": sys.argv[2], "engine": "simulated", "model": BYTES}
+config = WorkerConfig(replica_id="w0", lease_s=2.0, **given)
+sys.exit(run_worker(config, lambda address: print(address, flush=True)))
+"""
+
+
+def start_process(config: WorkerConfig) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [sys.executable, "-c", PROGRAM, config.redis_url, config.fleet],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": f"{ROOT}:{ROOT / 'proto'}"},
+    )
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+async def test_a_signal_drains_the_process(valkey_url: str, number: signal.Signals) -> None:
+    config = config_for(valkey_url)
+    process = start_process(config)
+    assert process.stdout is not None
+    assert (await asyncio.to_thread(process.stdout.readline)).startswith("127.0.0.1:")
+    process.send_signal(number)
+    assert await asyncio.to_thread(process.wait, 60) == EXIT_OK
+    assert await lease_of(config) is None
+
+
+def test_the_last_line_of_the_log_says_why_it_ended() -> None:
+    process = start_process(config_for("redis://127.0.0.1:1/0"))
+    _, log = process.communicate(timeout=60)
+    assert process.returncode == EXIT_WRONG_USE
+    assert "cannot use Redis at 127.0.0.1:1" in log.strip().splitlines()[-1]
