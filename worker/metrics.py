@@ -86,7 +86,7 @@ class WorkerMetrics:
         self._queue = self._histogram("queue_seconds", "Arrival to first blocks.", _QUEUE_BUCKETS)
         self.registry.register(_CacheCollector(view))
         self._hits.labels("device")
-        self._compat = _Compat(self.registry, view, self._hour) if compat else None
+        self._compat = _Compat(self.registry, view) if compat else None
 
     def observe(self, report: StepReport, now: float) -> None:
         """Take in one step."""
@@ -194,7 +194,7 @@ class _CacheCollector(Collector):
 class _Compat:
     """The same figures under the names of vLLM and SGLang, for dashboards that know those."""
 
-    def __init__(self, registry: CollectorRegistry, view: Callable[[], EngineSnapshot], hour: HitWindow) -> None:
+    def __init__(self, registry: CollectorRegistry, view: Callable[[], EngineSnapshot]) -> None:
         def counter(name: str, text: str) -> Counter:
             return Counter(name, text, registry=registry)
 

@@ -1,0 +1,110 @@
+from __future__ import annotations
+
+from array import array
+from typing import Any
+
+import pytest
+
+from cache.events import EventBatch, RemovalReason, Removed
+from cache.prefix_cache import CacheStats
+from worker.engine import Admitted, EngineSnapshot, StepReport
+from worker.metrics import SETTLING_S, HitWindow, WorkerMetrics
+
+
+class Bench:
+    def __init__(self, *, compat: bool = False, **stats: Any) -> None:
+        self.view = EngineSnapshot(
+            num_blocks=100,
+            num_used_blocks=25,
+            num_cached_blocks=60,
+            prefill_tokens_per_s=100.0,
+            stats=CacheStats(**stats),
+        )
+        self.metrics = WorkerMetrics(view=lambda: self.view, now=0.0, compat=compat)
+
+    def admit(self, num_tokens: int, num_cached: int, now: float, *, synthetic: bool = False) -> None:
+        one = Admitted(queue_s=0.1, num_prompt_tokens=num_tokens, num_cached_tokens=num_cached, synthetic=synthetic)
+        self.metrics.observe(StepReport(admitted=[one]), now)
+
+    def value(self, name: str, **labels: str) -> float | None:
+        return self.metrics.registry.get_sample_value(name, labels)
+
+
+def test_hits_are_tokens_not_computed_and_save_time_at_the_learned_speed() -> None:
+    bench = Bench()
+    bench.admit(100, 0, 1.0)
+    bench.admit(100, 80, 2.0)
+    assert bench.value("warmfront_worker_prefix_cache_queries_tokens_total") == 200
+    assert bench.value("warmfront_worker_prefix_cache_hits_tokens_total", tier="device") == 80
+    assert bench.value("warmfront_worker_prefill_seconds_saved_total") == pytest.approx(0.8)
+    assert bench.value("warmfront_worker_queue_seconds_count") == 2
+
+
+def test_synthetic_traffic_is_kept_apart() -> None:
+    bench = Bench()
+    bench.admit(100, 50, 1.0, synthetic=True)
+    assert bench.value("warmfront_worker_synthetic_tokens_total") == 100
+    assert bench.value("warmfront_worker_prefix_cache_queries_tokens_total") == 0
+    assert bench.metrics.hit_rates(1.0).last_minute == 0
+
+
+def test_steps_tell_of_preemptions_evictions_and_times() -> None:
+    bench = Bench(num_lost_tokens=7, num_evicted_blocks=4, evicted_idle_s=20.0)
+    batch = EventBatch("w0", "g", 1, (Removed(array("Q", [1, 2, 3]), RemovalReason.EVICTED),))
+    bench.metrics.observe(StepReport(events=batch, num_preemptions=2, ttfts_s=[0.2], token_gaps_s=[0.01, 0.02]), 1.0)
+    assert bench.value("warmfront_worker_preemptions_total") == 2
+    assert bench.value("warmfront_worker_evictions_total", reason="evicted") == 3
+    assert bench.value("warmfront_worker_ttft_seconds_count") == 1
+    assert bench.value("warmfront_worker_inter_token_seconds_count") == 2
+    assert bench.value("warmfront_worker_sub_block_tokens_lost_total") == 7
+    assert bench.value("warmfront_worker_evicted_age_seconds_sum") == 20
+    assert bench.value("warmfront_worker_evicted_age_seconds_count") == 4
+    assert bench.value("warmfront_worker_kv_blocks", state="cached") == 60
+
+
+def test_a_window_forgets_what_is_older_than_it() -> None:
+    window = HitWindow(1.0, 60)
+    window.add(100, 100, 0.5)
+    window.add(100, 0, 30.0)
+    assert window.rate(59.9) == 0.5
+    assert window.rate(60.0) == 0.0
+    assert window.rate(500.0) == 0.0
+
+
+def test_the_steady_hit_rate_leaves_out_the_first_minute() -> None:
+    bench = Bench()
+    bench.admit(100, 0, 10.0)
+    bench.admit(100, 90, SETTLING_S)
+    rates = bench.metrics.hit_rates(SETTLING_S)
+    assert rates.steady == 0.9
+    assert rates.last_minute == 0.45
+    assert rates.last_hour == 0.45
+    assert rates.verdict == ""
+
+
+@pytest.mark.parametrize(
+    ("stats", "words"),
+    [
+        ({"num_requests": 10, "num_misses": 8, "num_misses_of_evicted": 6}, "6 of 8 misses had stood here"),
+        (
+            {"num_requests": 10, "num_misses": 8, "num_misses_at_root": 7, "num_misses_of_evicted": 1},
+            "7 of 10 prompts differ in their first block",
+        ),
+        ({"num_requests": 10}, "shorter than a block"),
+    ],
+)
+def test_a_low_hit_rate_has_a_verdict(stats: dict[str, int], words: str) -> None:
+    bench = Bench(**stats)
+    bench.admit(100, 10, 100.0)
+    assert words in bench.metrics.hit_rates(100.0).verdict
+
+
+def test_the_names_of_vllm_and_sglang_are_there_when_asked_for() -> None:
+    bench = Bench(compat=True)
+    bench.admit(100, 40, 1.0)
+    assert bench.value("vllm:prefix_cache_queries_total") == 100
+    assert bench.value("vllm:prefix_cache_hits_total") == 40
+    assert bench.value("vllm:prompt_tokens_cached_total") == 40
+    assert bench.value("vllm:kv_cache_usage_perc") == 0.25
+    assert bench.value("sglang:cache_hit_rate") == 0.4
+    assert Bench().value("vllm:prefix_cache_queries_total") is None
