@@ -17,6 +17,11 @@ class Breaker:
         self._open_until_s = 0.0
         self._probing = False
 
+    @property
+    def is_troubled(self) -> bool:
+        """Not closed: its last answer was a failure."""
+        return self._pause_s > 0
+
     def allows(self, now: float) -> bool:
         """Whether a request may go there now."""
         return not self._pause_s or (now >= self._open_until_s and not self._probing)

@@ -15,12 +15,11 @@ import random
 import sys
 import time
 from array import array
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Mapping
 from dataclasses import dataclass, replace
 
-from warmfront_pb.v1 import inference_pb2, worker_pb2
+from warmfront_pb.v1 import common_pb2, inference_pb2, worker_pb2
 
-from cache.block_hash import extra_keys
 from router.config import RouterConfig
 from router.errors import DeadlineError, NoReplicaReadyError, OverloadedError, RouterError, WorkerFailedError
 from router.fleet import Fleet, Member
@@ -70,6 +69,7 @@ class Dispatcher:
         self._fleet = fleet
         self._metrics = metrics
         self._rng = random.Random()
+        self._troubled: set[Member] = set()  # whose breaker is not closed
         self._placement = Placement(fleet.index, fleet.loads, config.policy, self._rng)
 
     async def prepare(
@@ -156,6 +156,7 @@ class Dispatcher:
                 ticket.close(time.monotonic())
             if failure.is_transport:
                 member.breaker.failed(time.monotonic())
+                self._troubled.add(member)
             log.warning(
                 "replica failed a request request=%s replica=%s status=%s messages=%d error=%r",
                 *(work.request_id, member.replica.id, failure.status, len(delivered), failure.message),
@@ -189,30 +190,22 @@ class Dispatcher:
 
     def _keys(self, work: Work) -> array[int]:
         """Index keys of the prompt's full blocks; hashed here and nowhere else in the router."""
-        scheme = self._fleet.scheme
-        if scheme is None or not any(m.replica.lease.cache.prefix_caching for m in self._fleet.ready_members):
+        chains = self._fleet.chains
+        if chains is None or not any(cache.prefix_caching for cache in self._fleet.ready_caches.values()):
             return array("Q")
-        salt = work.call.cache_salt or None
-        extra = extra_keys(work.num_tokens, scheme.block_size, cache_salt=salt) if salt else None
-        return scheme.keys(work.call.token_ids, extra)
+        return chains.keys(work.call.token_ids, work.call.cache_salt)
 
     def _place(self, work: Work, keys: array[int], excluded: set[str], route: Route) -> tuple[Member, Ticket]:
         """Decide and charge, in one go: nobody else decides between the two."""
         started = time.perf_counter()
         now = time.monotonic()
-        members = self._eligible(excluded, now)
+        caches = self._eligible(excluded, now)
         scheme = self._fleet.scheme
-        placed = self._placement.place(
-            work.num_tokens,
-            keys,
-            scheme.block_size if scheme is not None else 1,
-            {name: member.replica.lease.cache for name, member in members.items()},
-            now,
-            work.session,
-        )
+        block_size = scheme.block_size if scheme is not None else 1
+        placed = self._placement.place(work.num_tokens, keys, block_size, caches, now, work.session)
         decision = placed.decision
         chosen = decision.chosen
-        member = members[chosen.replica]
+        member = self._fleet.ready[chosen.replica]
         member.breaker.start()
         route.replica = chosen.replica
         route.matched_tokens = chosen.matched_tokens
@@ -222,16 +215,21 @@ class Dispatcher:
         self._metrics.regret_tokens.inc(decision.regret_tokens)
         return member, placed.ticket
 
-    def _eligible(self, excluded: set[str], now: float) -> dict[str, Member]:
-        """Ready members that have not failed this request; those behind an open breaker only when all are."""
-        ready = {m.replica.id: m for m in self._fleet.ready_members if m.replica.id not in excluded}
-        if not ready:
+    def _eligible(self, excluded: set[str], now: float) -> Mapping[str, common_pb2.CacheState]:
+        """Ready replicas that have not failed this request; those behind an open breaker only when all are."""
+        caches = self._fleet.ready_caches
+        self._troubled = {member for member in self._troubled if member.breaker.is_troubled and not member.has_left}
+        if excluded:
+            caches = {name: cache for name, cache in caches.items() if name not in excluded}
+        if not caches:
             raise NoReplicaReadyError(
                 f"{self._fleet.why_not_ready() or 'every ready replica failed this request'}: retry soon",
                 retry_after_s=_RETRY_AFTER_S,
             )
-        healthy = {name: member for name, member in ready.items() if member.breaker.allows(now)}
-        return healthy or ready
+        avoided = {member.replica.id for member in self._troubled if not member.breaker.allows(now)}
+        if not avoided:
+            return caches
+        return {name: cache for name, cache in caches.items() if name not in avoided} or caches
 
     def _call(self, member: Member, work: Work, deadline_s: float) -> WorkerStream:
         work.call.generation = member.replica.generation
@@ -253,8 +251,7 @@ class Dispatcher:
             if failure.status == "DEADLINE_EXCEEDED":
                 raise DeadlineError("the request's deadline passed before its first token")
             raise failure.as_router_error()
-        others = {member.replica.id for member in self._fleet.ready_members} - excluded
-        if route.num_retries >= _MAX_RETRIES or not others:
+        if route.num_retries >= _MAX_RETRIES or not self._fleet.ready.keys() - excluded:
             if failure.status == "RESOURCE_EXHAUSTED":
                 raise OverloadedError(f"all queues are full: {failure.message}", retry_after_s=_RETRY_AFTER_S)
             raise failure.as_router_error()

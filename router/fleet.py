@@ -15,6 +15,7 @@ from warmfront_pb.v1 import common_pb2
 from cache.block_hash import HashScheme
 from cache.prefix_index import PrefixIndex
 from router.breaker import Breaker
+from router.chain_memo import ChainMemo
 from router.config import RouterConfig
 from router.errors import NoReplicaReadyError, RouterError
 from router.index_mirror import IndexMirror
@@ -30,7 +31,7 @@ _GET_MODEL_TIMEOUT_S = 10.0
 _POLLS_PER_HEARTBEAT = 4
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class Member:
     """A replica generation and this router's connection to it."""
 
@@ -47,9 +48,12 @@ class Fleet:
         self.config = config
         self.metrics = metrics
         self.members: dict[str, Member] = {}
+        self.ready: dict[str, Member] = {}  # those that take user traffic; replaced, never changed
+        self.ready_caches: dict[str, common_pb2.CacheState] = {}  # the same replicas' caches, as their leases tell
         self.index = PrefixIndex()
         self.loads = LoadBook()
         self.scheme: HashScheme | None = None
+        self.chains: ChainMemo | None = None  # of that scheme
         self.membership = Membership(config.fleet, config.lease_s)
         self._profile: ModelProfile | None = None
         self._redis = connect_redis(config.redis_url)
@@ -92,16 +96,11 @@ class Fleet:
             )
         return self._profile
 
-    @property
-    def ready_members(self) -> list[Member]:
-        """Those that take user traffic."""
-        return [member for member in self.members.values() if member.replica.is_ready]
-
     def why_not_ready(self) -> str:
         """Empty when requests can be answered and placed by an index that has been loaded."""
         if not self.members:
             return f"no replica is registered in fleet {self.config.fleet!r}"
-        if not self.ready_members:
+        if not self.ready:
             states = ", ".join(
                 f"{m.replica.id} {m.replica.fault or common_pb2.ReplicaState.Name(m.replica.lease.state)}"
                 for m in self.members.values()
@@ -142,6 +141,8 @@ class Fleet:
                 self.mirror.follow(lease.replica, lease.generation)
                 self.loads.model.suggest(lease.load.prefill_tokens_per_s)
                 self.mirror.audit(lease)
+        self.ready = {name: member for name, member in self.members.items() if member.replica.is_ready}
+        self.ready_caches = {name: member.replica.lease.cache for name, member in self.ready.items()}
         for replica_id in self.members:
             self.loads.confirm(replica_id, self.mirror.applied_seq(replica_id), now)
         self._report()
@@ -154,10 +155,11 @@ class Fleet:
             self._profile = None
         if self.scheme is not None and self.scheme.fingerprint() == contract.hash_scheme:
             return ""
-        self.scheme = None
+        self.scheme = self.chains = None
         fault = scheme_fault(self.config, contract)
         if not fault:
             self.scheme = HashScheme(contract.hash_algorithm, contract.block_size, self.config.hash_seed)
+            self.chains = ChainMemo(self.scheme)
         return fault
 
     def _add(self, replica: Replica) -> None:
@@ -176,6 +178,8 @@ class Fleet:
         self.mirror.forget(replica.id)
         self.loads.forget(replica.id)
         member.has_left = True
+        self.ready = {name: one for name, one in self.ready.items() if one is not member}
+        self.ready_caches = {name: self.ready_caches[name] for name in self.ready}
         await member.client.close()
 
     async def _follow_model(self) -> None:
@@ -185,7 +189,7 @@ class Fleet:
             await asyncio.sleep(self.config.heartbeat_s / _POLLS_PER_HEARTBEAT)
 
     async def _learn_model(self) -> None:
-        for member in self.ready_members:
+        for member in self.ready.values():
             try:
                 model = await member.client.get_model(_GET_MODEL_TIMEOUT_S)
                 self._profile = ModelProfile(model)
@@ -202,7 +206,7 @@ class Fleet:
         metrics = self.metrics
         metrics.redis_up.set(self._registry.online)
         metrics.set_index_mode(self.mirror.mode if self._registry.online else "local")
-        metrics.replicas_ready.set(len(self.ready_members))
+        metrics.replicas_ready.set(len(self.ready))
         refused = 0
         for member in self.members.values():
             fault = member.replica.fault

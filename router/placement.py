@@ -6,17 +6,27 @@ the very same code.
 
 from __future__ import annotations
 
+import heapq
 import random
 from array import array
-from collections.abc import Mapping, Sequence
+from collections import OrderedDict, deque
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from cache.prefix_index import PrefixIndex
+from cache.prefix_index import Depths, PrefixIndex
 from router.load import LoadBook, Ticket
 from router.policy import POLICIES, Ask, Candidate, Decision, Policy, choose
 
 _AFFINITY_BLOCKS = 16  # the front that consistent_hash keeps together
+
+# Beyond this many replicas a decision looks at those that hold something of the prompt and at a sample of the others,
+# so that its cost does not grow with the fleet: exact for affinity, sampled for load.
+_MAX_EXACT = 32
+_NUM_HOLDERS = 12
+_NUM_SAMPLED = 16
+_SHORTLISTING = ("warmfront", "predicted_ttft", "longest_prefix", "least_load")  # the others need to see everybody
+_MAX_RECENT = 4096
 
 
 class CacheView(Protocol):
@@ -57,6 +67,9 @@ class Placement:
         self._rng = rng
         self._rules = rules
         self._turn = 0
+        self._names: list[str] = []  # of the last fleet that was too large to look at whole
+        self._names_of: Mapping[str, CacheView] | None = None
+        self._recent: OrderedDict[int, deque[str]] = OrderedDict()  # prompt's first key -> where such prompts went
 
     def place(
         self,
@@ -82,6 +95,8 @@ class Placement:
         missing_keys: Sequence[int] = ()
         if caches[chosen.replica].prefix_caching:
             missing_keys = keys[depths[chosen.replica] :]
+        if keys and len(caches) > _MAX_EXACT:
+            self._remember(keys[0], chosen.replica)
         return Placed(
             decision, self._loads.charge(chosen.replica, num_tokens - chosen.matched_tokens, missing_keys, now)
         )
@@ -93,7 +108,11 @@ class Placement:
         reported = self._index.match(keys)
         most = (num_tokens - 1) // block_size  # the last token is computed in any case
         candidates, depths = [], {}
-        for name, cache in caches.items():
+        names: Iterable[str] = caches
+        if len(caches) > _MAX_EXACT and self._policy in _SHORTLISTING:
+            names = self._shortlist(keys, reported, caches)
+        for name in names:
+            cache = caches[name]
             load = self._loads.of(name)
             held = reported[name].total if name in reported else 0
             depth = load.depth(keys, held) if load.pending else held
@@ -115,3 +134,28 @@ class Placement:
                 )
             )
         return candidates, depths
+
+    def _shortlist(
+        self, keys: array[int], reported: Mapping[str, Depths], caches: Mapping[str, CacheView]
+    ) -> Iterable[str]:
+        """The deepest holders, those that were sent such prompts just now, and a sample of all."""
+        if self._names_of is not caches:
+            self._names_of, self._names = caches, list(caches)
+        draw, size = self._rng.random, len(self._names)
+        short = dict.fromkeys([self._names[int(draw() * size)] for _ in range(_NUM_SAMPLED)])
+        holders: Iterable[str] = reported
+        if len(reported) > _NUM_HOLDERS:
+            holders = heapq.nlargest(_NUM_HOLDERS, reported, key=lambda name: reported[name].total)
+        short.update((name, None) for name in holders if name in caches)
+        if keys:
+            short.update((name, None) for name in self._recent.get(keys[0], ()) if name in caches)
+        return short
+
+    def _remember(self, first_key: int, replica: str) -> None:
+        homes = self._recent.pop(first_key, None) or deque(maxlen=_NUM_HOLDERS)
+        self._recent[first_key] = homes
+        if replica in homes:
+            homes.remove(replica)
+        homes.append(replica)
+        if len(self._recent) > _MAX_RECENT:
+            self._recent.popitem(last=False)

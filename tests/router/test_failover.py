@@ -177,7 +177,7 @@ async def test_a_killed_process_loses_no_stream_and_its_blocks_leave_the_index(c
         await until(lambda: router.fleet.loads.of("victim").in_flight == 1)
         await until(lambda: router.fleet.index.num_blocks("victim") > 0)
         await cluster.add_worker("w1")
-        await until(lambda: len(router.fleet.ready_members) == 2)
+        await until(lambda: len(router.fleet.ready) == 2)
         process.kill()
         continued = await stream
         assert len(continued["choices"][0]["text"]) == 60

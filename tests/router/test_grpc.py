@@ -133,7 +133,7 @@ async def test_admin_lists_and_drains_replicas(client: ReflectiveClient, cluster
     answers, _ = await client.call("warmfront.v1.Admin/ListReplicas", {})
     assert [one["lease"]["replica"] for one in answers[0]["replicas"]] == ["w0", "w1"]
     await client.call("warmfront.v1.Admin/DrainReplica", {"replica": "w0"})
-    await until(lambda: len(cluster.router.fleet.ready_members) == 1)
+    await until(lambda: len(cluster.router.fleet.ready) == 1)
     for number in range(4):
         _, trailing = await client.call(GENERATE, token_request(50 + number))
         assert trailing["x-warmfront-replica"] == "w1"

@@ -304,7 +304,7 @@ async def test_the_operator_s_paths(two: Cluster) -> None:
     metrics = (await two.http.get("/metrics")).text
     assert 'warmfront_router_index_mode{mode="live"} 1.0' in metrics
     assert (await two.http.post("/v1/drain", json={"replica": "w0"})).json() == {"replica": "w0", "running": 0}
-    await until(lambda: len(two.router.fleet.ready_members) == 1)
+    await until(lambda: len(two.router.fleet.ready) == 1)
     assert (await two.http.post("/v1/drain", json={"replica": "no"})).status_code == 404
     assert (await two.http.post("/v1/drain", json={})).status_code == 400
     assert (await two.http.get("/v1/models/simulated")).json()["id"] == "simulated"

@@ -66,7 +66,7 @@ async def test_a_router_with_another_seed_serves_nobody_and_says_why(cluster: Cl
 async def test_a_wrong_worker_token_is_told_as_such(cluster: Cluster) -> None:
     await cluster.add_worker("w0")
     await cluster.add_router(wait=False, worker_token="wrong")
-    await until(lambda: len(cluster.router.fleet.ready_members) == 1)
+    await until(lambda: len(cluster.router.fleet.ready) == 1)
     assert (await cluster.http.get("/readyz")).status_code == 503
 
 
@@ -89,9 +89,9 @@ async def test_a_draining_replica_gets_nothing_new_and_ends_what_it_has(cluster:
     running = [asyncio.create_task(replica_of(cluster, max_tokens=20)) for _ in range(3)]
     await until(lambda: slow.running == 3)
     await cluster.add_worker("other")
-    await until(lambda: len(cluster.router.fleet.ready_members) == 2)
+    await until(lambda: len(cluster.router.fleet.ready) == 2)
     await cluster.http.post("/v1/drain", json={"replica": "slow"})
-    await until(lambda: len(cluster.router.fleet.ready_members) == 1)
+    await until(lambda: len(cluster.router.fleet.ready) == 1)
     for number in range(4):
         assert await replica_of(cluster, prompt=f"{number} " * 40) == "other"
     assert await asyncio.gather(*running) == ["slow"] * 3
@@ -149,7 +149,7 @@ async def test_a_stopped_and_emptied_redis_fails_no_request_and_all_is_whole_aft
         server.start()
         await until(lambda: router.fleet.mirror.mode == "live" and cluster.index_is_true())
         assert await replica_of(cluster) == home
-        assert len(router.fleet.ready_members) == 2
+        assert len(router.fleet.ready) == 2
         fresh = await cluster.add_router()
         await until(cluster.index_is_true)
         assert fresh.fleet.index.num_blocks(home) > 0
@@ -185,7 +185,7 @@ async def test_churn_leaves_no_tasks_no_channels_and_no_series_behind(cluster: C
     num_files = len(list(Path("/proc/self/fd").iterdir()))
     for _ in range(10):
         passing = await cluster.add_worker("passes")
-        await until(lambda: len(cluster.router.fleet.ready_members) == 2)
+        await until(lambda: len(cluster.router.fleet.ready) == 2)
         for number in range(10):
             await replica_of(cluster, prompt=f"{number} " * 30)
         passing.state = 5  # GONE

@@ -3,10 +3,17 @@
 from __future__ import annotations
 
 import random
+from array import array
 from collections import Counter
 
 import pytest
+from warmfront_pb.v1 import common_pb2
 
+from cache.block_hash import HashScheme
+from cache.events import Snapshot, Stored
+from cache.prefix_index import PrefixIndex
+from router.load import LoadBook
+from router.placement import Placement
 from router.policy import POLICIES, Ask, Candidate, Decision, choose, marginal_costs
 
 WARMFRONT = "warmfront"
@@ -234,3 +241,40 @@ def test_longest_prefix_takes_the_holder_and_least_load_the_idle_one() -> None:
     assert decide("longest_prefix", 100, holder, idle).chosen.replica == "holder"
     assert decide("least_load", 100, holder, idle).chosen.replica == "idle"
     assert decide("predicted_ttft", 100, holder, idle).chosen.replica == "idle"
+
+
+def large_fleet(num_replicas: int, num_holders: int) -> tuple[Placement, dict[str, common_pb2.CacheState], array[int]]:
+    keys = HashScheme().keys(list(range(640)))
+    index = PrefixIndex()
+    for number in range(num_replicas):
+        runs = (Stored(0, keys),) if number < num_holders else ()
+        index.load(f"w{number}", Snapshot(f"w{number}", "g", 1, runs))
+    caches = {f"w{n}": common_pb2.CacheState(prefix_caching=True, kv_blocks=1000) for n in range(num_replicas)}
+    return Placement(index, LoadBook(), WARMFRONT, random.Random(0)), caches, keys
+
+
+def test_in_a_large_fleet_the_only_holder_is_always_seen() -> None:
+    placement, caches, keys = large_fleet(500, 1)
+    for now in range(50):
+        placed = placement.place(640, keys, 16, caches, now)
+        placed.ticket.close(now)
+        assert placed.replica == "w0"
+
+
+def test_in_a_large_fleet_a_prompt_just_sent_somewhere_is_seen_there_before_any_event() -> None:
+    placement, caches, _ = large_fleet(500, 0)
+    for family in range(30):
+        keys = HashScheme().keys([family, *range(639)])
+        first = placement.place(640, keys, 16, caches, family)
+        first.ticket.first_token(family + 0.1)
+        again = placement.place(640, keys, 16, caches, family + 0.2)
+        assert again.replica == first.replica
+        assert again.decision.chosen.pending_tokens == 624
+
+
+def test_in_a_large_fleet_new_prompts_spread() -> None:
+    placement, caches, _ = large_fleet(200, 0)
+    for number in range(400):
+        placement.place(640, HashScheme().keys([number, *range(639)]), 16, caches, 0)
+    in_flight = [placement._loads.of(name).in_flight for name in caches]
+    assert max(in_flight) <= 4

@@ -1,0 +1,50 @@
+"""Keys from the memo are those of the scheme, and only what is new is hashed."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from cache.block_hash import HashScheme, extra_keys
+from router.chain_memo import ChainMemo
+from router.tokenizer import pack_ids
+
+SCHEME = HashScheme(block_size=4)
+CHUNK_TOKENS = 16 * 4
+
+
+def test_keys_are_those_of_the_scheme_for_any_prompt_and_salt() -> None:
+    rng = random.Random(0)
+    memo = ChainMemo(SCHEME, max_chunks=20)
+    fronts = [[rng.randrange(1000) for _ in range(400)] for _ in range(4)]
+    for _ in range(600):
+        ids = rng.choice(fronts)[: rng.randrange(400)] + [rng.randrange(1000) for _ in range(rng.randrange(100))]
+        salt = rng.choice(["", "", "a", "b"])
+        extra = extra_keys(len(ids), 4, cache_salt=salt) if salt else None
+        assert memo.keys(pack_ids(ids), salt) == SCHEME.keys(ids, extra)
+        assert len(memo) <= 20
+
+
+def test_each_block_is_hashed_once_and_a_known_front_not_at_all() -> None:
+    memo = ChainMemo(SCHEME)
+    ids = list(range(10 * CHUNK_TOKENS))
+    memo.keys(pack_ids(ids))
+    assert memo.num_hashed_blocks == 160
+    memo.keys(pack_ids(ids))
+    assert memo.num_hashed_blocks == 160
+    memo.keys(pack_ids([*ids, 1, 2, 3, 4, 5, 6]))
+    assert memo.num_hashed_blocks == 161
+    memo.keys(pack_ids([*ids, 1, 2, 3, 4, 5, 6]))
+    assert memo.num_hashed_blocks == 161
+
+
+def test_a_salt_and_no_salt_never_meet() -> None:
+    memo = ChainMemo(SCHEME)
+    packed = pack_ids(list(range(3 * CHUNK_TOKENS)))
+    assert not set(memo.keys(packed)) & set(memo.keys(packed, "salt"))
+
+
+def test_an_id_out_of_range_is_refused() -> None:
+    with pytest.raises(ValueError, match="token id"):
+        ChainMemo(SCHEME).keys(b"\xff" * 16)
