@@ -3,7 +3,7 @@ VENV ?= .venv
 PYTHON ?= python3
 ARGS ?=
 RUN = $(VENV)/bin/python -m
-BENCH = $(VENV)/bin/python bench
+BENCH = $(VENV)/bin/python -P bench
 .DEFAULT_GOAL := help
 
 .PHONY: help up test test-slow soak check lint proto lock bench bench-cache bench-engine bench-router clean

@@ -1,6 +1,6 @@
 """Which eviction policy keeps the most? Hit rates over a trace, by the definition in docs/reference.md.
 
-    python bench/cache_policies.py TRACE [--blocks 5000 10000 ...] [--block-size 16]
+    python -P bench/cache_policies.py TRACE [--blocks 5000 10000 ...] [--block-size 16]
 
 TRACE is JSON lines: Mooncake's format (``hash_ids`` of 512-token blocks; outputs take blocks while they run and leave
 none), or lines with ``token_ids`` and ``output_token_ids`` (prompt and output without its last token stay cached).

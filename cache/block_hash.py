@@ -37,6 +37,7 @@ ROOT_KEY = 0
 # A pickle opens a second frame at 64 KiB; blocks that could reach it are left to the pickle module.
 _MAX_HAND_PICKLED_TOKENS = 8192
 _BLOCKS_AT_ONCE = 32
+_TOKENS_AT_ONCE = 8192  # what is prepared for them stays in a core's cache
 
 
 class MediaSpan(NamedTuple):
@@ -175,8 +176,14 @@ class HashScheme:
         if extra is not None or (not self._cbor and size > _MAX_HAND_PICKLED_TOKENS):
             return self._hash_with_extra(tokens, extra, parent)
         hashes: list[BlockHash] = []
-        if not tokens.size:
-            return hashes
+        at_once = max(1, _TOKENS_AT_ONCE // size) * size
+        for start in range(0, len(tokens), at_once):
+            self._hash_plain(tokens[start : start + at_once], hashes[-1] if hashes else parent, hashes)
+        return hashes
+
+    def _hash_plain(self, tokens: npt.NDArray[np.int32], parent: BlockHash, hashes: list[BlockHash]) -> None:
+        """Append the hashes of whole blocks without extra keys."""
+        size = self.block_size
         heads: Iterable[bytes]
         if self._cbor:
             pieces, borders = _cbor_pieces(tokens, size)
@@ -198,7 +205,6 @@ class HashScheme:
             for head, start, end in spans:
                 parent = digest(head + parent + pieces[start:end])
                 hashes.append(parent)
-        return hashes
 
     def _hash_with_extra(
         self, tokens: npt.NDArray[np.int32], extra: Sequence[ExtraKeys | None] | None, parent: BlockHash

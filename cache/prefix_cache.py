@@ -393,24 +393,32 @@ class PrefixCache:
         return batch
 
     def snapshot(self) -> Snapshot:
-        """All findable blocks as runs in chain order, at ``last_seq``. Linear: about 0.4 us per block."""
-        blocks = self._blocks_of(list(self._block_of))
-        children: dict[int, list[int]] = {}
-        for key, parent in zip(self._keys[blocks].tolist(), self._parent_keys[blocks].tolist(), strict=True):
-            children.setdefault(parent, []).append(key)
+        """All findable blocks as runs in chain order, at ``last_seq``. Sorts them: about a microsecond per block."""
+        is_first = self._is_hashed.copy()
+        for others in self._more_copies.values():
+            is_first[others] = False
+        blocks = np.flatnonzero(is_first)
+        blocks = blocks[np.argsort(self._keys[blocks])]
+        keys, parent_keys = self._keys[blocks], self._parent_keys[blocks]
+        parents = np.searchsorted(keys, parent_keys)
+        parents[parent_keys == ROOT_KEY] = -1
+        num_children = np.bincount(parents[parents >= 0], minlength=keys.size + 1)
+        # A run goes on as long as a block has exactly one child; all others begin a run of their own.
+        follows = (parents >= 0) & (num_children[parents] == 1)
+        next_of = np.full(keys.size, -1)
+        next_of[parents[follows]] = np.flatnonzero(follows)
+        next_list = next_of.tolist()
+        heads_after: dict[int, list[int]] = {}
+        for head in np.flatnonzero(~follows).tolist():
+            heads_after.setdefault(int(parents[head]), []).append(head)
         runs: list[Stored] = []
-        heads = [(ROOT_KEY, key) for key in children.get(ROOT_KEY, ())]
+        heads = heads_after.get(-1, [])
         while heads:
-            parent, key = heads.pop()
-            keys = array("Q")
-            while True:
-                keys.append(key)
-                following = children.get(key, ())
-                if len(following) != 1:
-                    break
-                key = following[0]
-            runs.append(Stored(parent, keys))
-            heads += [(key, child) for child in following]
+            run = [heads.pop()]
+            while (following := next_list[run[-1]]) >= 0:
+                run.append(following)
+            runs.append(Stored(int(parent_keys[run[0]]), array("Q", keys[run].tobytes())))
+            heads += heads_after.get(run[-1], ())
         return Snapshot(self.replica, self.generation, self.last_seq, tuple(runs))
 
     def free_queue(self) -> list[int]:
