@@ -23,8 +23,8 @@ _AFFINITY_BLOCKS = 16  # the front that consistent_hash keeps together
 # Beyond this many replicas a decision looks at those that hold something of the prompt and at a sample of the others,
 # so that its cost does not grow with the fleet: exact for affinity, sampled for load.
 _MAX_EXACT = 32
-_NUM_HOLDERS = 12
-_NUM_SAMPLED = 16
+_NUM_HOLDERS = 8
+_NUM_SAMPLED = 12
 _SHORTLISTING = ("warmfront", "predicted_ttft", "longest_prefix", "least_load")  # the others need to see everybody
 _MAX_RECENT = 4096
 
