@@ -147,23 +147,33 @@ class Controller:
         if pings:
             ray.wait(list(pings.values()), num_returns=len(pings), timeout=self._timing.deadline_s)
         for worker in workers:
-            error = self._error_of(pings[worker.spec.name])
-            if worker.health.observe(error, time.monotonic(), self._timing.start_timeout_s):
+            answer, error = self._answer_of(pings[worker.spec.name])
+            if answer.get("state") == "GONE":
+                self._let_go(worker)
+            elif worker.health.observe(error, time.monotonic(), self._timing.start_timeout_s):
                 log.error("worker hangs, it is killed worker=%s error=%r", worker.spec.name, error)
                 ray.kill(worker.handle, no_restart=False)
 
-    def _error_of(self, ping: Any) -> str:
-        """What is wrong with a worker by its ping and its server's health; empty when nothing is."""
+    def _let_go(self, worker: _Worker) -> None:
+        """A worker that was drained wants to stay away: it is not started again."""
+        log.info("worker was drained worker=%s", worker.spec.name)
+        with self._lock:
+            self._workers.pop(worker.spec.name, None)
+        ray.kill(worker.handle, no_restart=True)
+
+    def _answer_of(self, ping: Any) -> tuple[dict[str, Any], str]:
+        """A worker's answer to a ping, and what is wrong by that and its server's health; empty when nothing is."""
         try:
-            answer = ray.get(ping, timeout=0)
+            answer: dict[str, Any] = ray.get(ping, timeout=0)
         except ray.exceptions.GetTimeoutError:
-            return f"no answer to ping within {self._timing.deadline_s:g} s"
+            return {}, f"no answer to ping within {self._timing.deadline_s:g} s"
         except ray.exceptions.RayError as error:
-            return f"ping failed: {type(error).__name__}"
-        address = answer.get("address", "") if isinstance(answer, dict) else ""
+            return {}, f"ping failed: {type(error).__name__}"
+        address = answer.get("address", "")
         if not address:
-            return "its server does not listen yet"
-        return "" if is_serving(address, self._timing.deadline_s) else f"its server at {address} is not healthy"
+            return answer, "its server does not listen yet"
+        is_well = is_serving(address, self._timing.deadline_s)
+        return answer, "" if is_well else f"its server at {address} is not healthy"
 
 
 def _end(worker: _Worker) -> None:

@@ -158,6 +158,8 @@ class Membership:
     def _fault_of(self, lease: common_pb2.ReplicaLease) -> str:
         if lease.protocol_version not in SUPPORTED_PROTOCOLS:
             return f"speaks protocol {lease.protocol_version}, this router {', '.join(map(str, SUPPORTED_PROTOCOLS))}"
+        if lease.state == common_pb2.STARTING:
+            return ""  # it says what it is once its model is loaded
         if self.contract is None:
             return "the fleet has no contract yet"
         differing = contract_differences(self.contract, lease.contract)

@@ -109,6 +109,14 @@ def test_only_ready_takes_traffic() -> None:
         assert not members.replicas["w0"].is_ready
 
 
+def test_a_replica_that_still_loads_its_model_is_not_refused_for_what_it_cannot_know_yet() -> None:
+    members = fleet()
+    members.observe([lease(1, state=common_pb2.STARTING, contract=common_pb2.Contract())], now=0)
+    assert members.replicas["w0"].fault == ""
+    members.observe([lease(2, contract=common_pb2.Contract())], now=1)
+    assert "model is ''" in members.replicas["w0"].fault
+
+
 def test_another_contract_is_refused_and_every_difference_is_named() -> None:
     members = fleet()
     other = common_pb2.Contract(model="m", block_size=32, hash_algorithm="sha256", served_model_name="m")
