@@ -63,8 +63,8 @@ bench-cache: $(VENV)/.dev ## hashing, block pool, index
 bench-engine: $(VENV)/.dev ## TTFT cold and warm, decode, beside transformers
 	$(BENCH)/engine.py $(ARGS)
 
-bench-router: $(VENV)/.dev ## decision, proxy cost
-	$(BENCH)/router.py $(ARGS)
+bench-router: $(VENV)/.dev ## placement rules over many loads, in virtual time
+	$(BENCH)/placement_matrix.py $(ARGS)
 
 clean: ## remove the virtual environments and caches
 	rm -rf $(VENV) .venv-proto .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache *.egg-info
