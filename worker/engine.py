@@ -211,6 +211,7 @@ class Engine:
         self._prefill_tokens = 0.0  # of the steps that had some, smoothed as their seconds are
         self._prefill_s = 0.0
         self._published_s = -math.inf
+        self._step_began_s: float | None = None
         self._snapshot = EngineSnapshot(num_blocks=cache.num_blocks - 1)
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
 
@@ -271,6 +272,11 @@ class Engine:
     def snapshot(self) -> EngineSnapshot:
         """The latest view of load and cache."""
         return self._snapshot
+
+    def step_age_s(self) -> float:
+        """For how long the step that runs has been running; 0 between steps."""
+        began_s = self._step_began_s
+        return 0.0 if began_s is None else time.monotonic() - began_s
 
     def stop(self) -> None:
         """End the thread after the step that runs, and wait for it. What is unfinished ends as ``STOPPED``."""
@@ -372,7 +378,9 @@ class Engine:
         assert step.slices, "there is work, but no slice of it fits a step"
         for choice in step.admitted:
             self._note_admission(choice, now)
+        self._step_began_s = now
         results = self._execute(step.slices)
+        self._step_began_s = None
         after = time.monotonic()
         if step.num_prefill_tokens:
             self._learn_speed(step.num_prefill_tokens, after - now)

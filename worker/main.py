@@ -38,6 +38,7 @@ from worker.service import WorkerServer, WorkerService
 logger = logging.getLogger(__name__)
 
 EXIT_OK, EXIT_FAILED, EXIT_WRONG_USE = 0, 1, 2
+STUCK_AFTER_S = 120.0  # a step that lasts longer never ends: the device hangs
 _CUT_GRACE_S = 2.0  # for what was cut at the drain deadline to hear of it
 
 Loader: TypeAlias = Callable[[WorkerConfig, Progress], Loaded]
@@ -96,8 +97,16 @@ async def _run(configs: Sequence[WorkerConfig], ready: Callable[[str], None] | N
 class Worker:
     """One replica in the running event loop. ``run`` is its life; ``drain`` ends it in good order."""
 
-    def __init__(self, config: WorkerConfig, load: Loader | None = None, progress: Progress | None = None) -> None:
+    def __init__(
+        self,
+        config: WorkerConfig,
+        load: Loader | None = None,
+        progress: Progress | None = None,
+        *,
+        stuck_after_s: float = STUCK_AFTER_S,
+    ) -> None:
         self._config = config
+        self._stuck_after_s = stuck_after_s
         self._load = load
         self._progress = progress
         self.replica = Replica(
@@ -259,7 +268,17 @@ class Worker:
             self._reporter.put(report.events)
 
     def _on_death(self, error: BaseException) -> None:
-        self._death.set_result(error)
+        if not self._death.done():
+            self._death.set_result(error)
+
+    async def _watch_engine(self) -> None:
+        """Notice a step that never ends. Its thread cannot be stopped, so the process has to end."""
+        assert self._engine is not None
+        while self._engine.step_age_s() < self._stuck_after_s:  # noqa: ASYNC110 (a thread that hangs sets no event)
+            await asyncio.sleep(self._stuck_after_s / 10)
+        error = TimeoutError(f"one step has lasted {self._engine.step_age_s():.0f} s")
+        self._service.cut(str(error))
+        self._on_death(error)
 
     def _set_state(self, state: common_pb2.ReplicaState) -> None:
         self.replica.state = state
@@ -269,8 +288,10 @@ class Worker:
     async def _until_something_ends(self, reporting: asyncio.Task[None]) -> None:
         """Until a drain is asked for. Raises what ended the engine or the reporter."""
         drained = asyncio.create_task(self._drain_asked.wait())
+        watching = asyncio.create_task(self._watch_engine())
         await _first_of(drained, reporting, self._death)
         drained.cancel()
+        watching.cancel()
         if self._death.done():
             death = self._death.result()
             raise RuntimeError(f"the engine died of {type(death).__name__}: {death}") from death

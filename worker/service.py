@@ -12,6 +12,7 @@ import hmac
 import logging
 import math
 import time
+from array import array
 from collections.abc import Awaitable, Callable, Iterable
 from typing import Any
 
@@ -96,6 +97,7 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
         self._table: TokenTable | None = None
         self._metrics: WorkerMetrics | None = None
         self.num_requests = 0  # being answered
+        self._mailboxes: set[Mailbox] = set()
         self._idle = asyncio.Event()
         self._idle.set()
 
@@ -154,6 +156,20 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
             await context.abort(status_of(error), str(error))
         return worker_pb2.ResetWorkerCacheResponse(blocks=blocks)
 
+    def cut(self, detail: str) -> None:
+        """End every request that is being answered: the engine will not."""
+        for mailbox in self._mailboxes:
+            mailbox.put(
+                Ending(
+                    num_cached_tokens=None,
+                    num_output_tokens=0,
+                    last_event_seq=0,
+                    output_keys=array("Q"),
+                    failure=Failure.STOPPED,
+                    detail=detail,
+                )
+            )
+
     def lease(self, heartbeat: int = 0) -> common_pb2.ReplicaLease:
         """The replica's lease with the latest load."""
         if self._engine is None or self._metrics is None:
@@ -181,6 +197,7 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
         assert self._table is not None
         mailbox = Mailbox()
         number = engine.submit(request, mailbox.put)
+        self._mailboxes.add(mailbox)
         try:
             while (ending := mailbox.ending) is None or mailbox.pieces:
                 if not mailbox.pieces:
@@ -192,6 +209,7 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
                 for message in messages:
                     await context.write(message)
         finally:
+            self._mailboxes.remove(mailbox)
             engine.cancel(number)
         context.set_trailing_metadata(trailing_metadata(ending))
         if ending.failure is not None:

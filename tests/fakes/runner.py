@@ -8,6 +8,7 @@ it was written or overwritten too early changes the answer.
 from __future__ import annotations
 
 import json
+import threading
 import time
 from collections.abc import Callable
 
@@ -45,10 +46,13 @@ class FakeRunner:
         self.slots = [0] * (num_blocks * block_size)
         self.batches: list[list[tuple[str, int, int]]] = []  # per step: (request id, start, tokens)
         self.dead = False
+        self.hangs = threading.Event()  # while it is set, steps do not end
 
     def execute(self, batch: StepBatch) -> list[SliceResult]:
         if self.dead:
             raise RuntimeError("the device is gone")
+        while self.hangs.is_set():
+            time.sleep(0.01)
         if self.step_s:
             time.sleep(self.step_s)
         self.batches.append([(one.request_id, one.start, len(one.token_ids)) for one in batch.slices])

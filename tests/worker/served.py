@@ -15,7 +15,7 @@ from warmfront_pb.v1 import inference_pb2, worker_pb2, worker_pb2_grpc
 
 from tests.fakes.runner import FakeRunner, fake_loader
 from worker.config import WorkerConfig
-from worker.main import Loader, Worker
+from worker.main import Worker
 
 TOKEN = "a-shared-token"
 _fleets = itertools.count()
@@ -101,11 +101,11 @@ class Served:
 
 @asynccontextmanager
 async def serve(
-    config: WorkerConfig, *, step_s: float = 0.0, load: Loader | None = None, runner: FakeRunner | None = None
+    config: WorkerConfig, *, step_s: float = 0.0, runner: FakeRunner | None = None, **more: Any
 ) -> AsyncIterator[Served]:
     """A READY worker; drained in the end if it still runs."""
     runner = runner or FakeRunner(201, config.block_size, step_s=step_s)
-    worker = Worker(config, load or fake_loader(runner=runner))
+    worker = Worker(config, fake_loader(runner=runner), **more)
     ready: asyncio.Event = asyncio.Event()
     task = asyncio.create_task(worker.run(lambda _: ready.set()))
     waiting = asyncio.create_task(ready.wait())

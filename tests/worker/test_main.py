@@ -189,6 +189,24 @@ async def test_a_dead_engine_ends_the_process_and_its_requests_can_go_elsewhere(
     assert await lease_of(config) is None
 
 
+async def test_a_step_that_never_ends_ends_the_process(valkey_url: str) -> None:
+    config = config_for(valkey_url)
+    async with serve(config, step_s=0.005, stuck_after_s=0.5) as served:
+        call = served.client.start(PROMPT, sampling={"max_tokens": 400})
+        await call.read()
+        served.runner.hangs.set()
+        with pytest.raises(grpc.aio.AioRpcError) as raised:
+            while await call.read() is not grpc.aio.EOF:
+                pass
+        assert raised.value.code() is grpc.StatusCode.UNAVAILABLE
+        assert await served.task == EXIT_FAILED
+        assert "one step has lasted" in served.worker.replica.fault
+        served.runner.hangs.clear()
+        assert served.worker._engine is not None
+        await asyncio.to_thread(served.worker._engine.stop)
+    assert await lease_of(config) is None
+
+
 async def test_metrics_are_served_where_asked_and_nowhere_else(valkey_url: str) -> None:
     port = free_port()
     async with serve(config_for(valkey_url, metrics_port=port, compat_metrics=True)) as served:
