@@ -21,13 +21,13 @@ class Progress:
         self._text = ""
         self._status: Status | None = None
 
-    def update(self, text: str) -> None:
-        """Says ``text``; on a plain stream only when it differs from the last."""
+    def update(self, text: str, detail: str = "") -> None:
+        """Says ``text``, on a plain stream only when it differs from the last; ``detail`` is for terminals alone."""
         if stderr.is_terminal:
             if self._status is None:
                 self._status = stderr.status("", spinner_style="dim")
                 self._status.start()
-            self._status.update(Text(f"{text} ({time.monotonic() - self._start:.0f}s)"))
+            self._status.update(Text(f"{detail or text} ({time.monotonic() - self._start:.0f}s)"))
         elif text != self._text:
             stderr.print(Text(f"warmfront: {text}"))
         self._text = text

@@ -126,7 +126,11 @@ FLAGS: tuple[Flag, ...] = (
     Flag("without-ray", click.BOOL, "Plain child processes instead of a local Ray cluster."),
     Flag("http-port", PORT, "Port of the OpenAI HTTP API; 0 takes any free one."),
     Flag("grpc-port", PORT, "Port of the gRPC API; 0 takes any free one."),
-    Flag("metrics-port", PORT, "Port of /metrics (router i: this + i); 0 takes any free one. Default: off."),
+    Flag(
+        "metrics-port",
+        PORT,
+        "Port of /metrics, 0 for any free one. `up`: one each, routers first. Default: off.",
+    ),
     Flag("ready-file", FILE, "Write addresses, replicas and process ids there (JSON, mode 600) once all is ready."),
     Flag("log-dir", FILE, "Keep logs there. Default: in the run directory, which goes with the cluster."),
     Flag("start-deadline", Duration(), "Give up when not every replica is ready after this.", "start_deadline_s"),

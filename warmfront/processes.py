@@ -145,12 +145,19 @@ def _send(child: _Child, number: signal.Signals) -> None:
             child.process.send_signal(number)
 
 
+def tail(log: Path, num_bytes: int = 8192) -> str:
+    """The end of a log; empty where there is none."""
+    try:
+        with log.open("rb") as file:
+            file.seek(max(0, file.seek(0, os.SEEK_END) - num_bytes))
+            return file.read().decode("utf-8", "replace")
+    except OSError:
+        return ""
+
+
 def last_line(log: Path) -> str:
     """Why a process ended, by its log: the reason of its exit code, else the last line that says something."""
-    with contextlib.suppress(OSError):
-        text = log.read_text(encoding="utf-8", errors="replace")
-        reasons = re.findall(r" exit_code=\d+: (.+)", text)
-        lines = [line.strip() for line in text.splitlines() if line.strip()]
-        if reasons or lines:
-            return (reasons or lines)[-1].removeprefix("warmfront: ")
-    return f"nothing in {log}"
+    text = tail(log)
+    reasons = re.findall(r" exit_code=\d+: (.+)", text)
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
+    return (reasons or lines or [f"nothing in {log}"])[-1].removeprefix("warmfront: ")

@@ -6,6 +6,7 @@ import asyncio
 import importlib.util
 import json
 import os
+import re
 import secrets
 import signal
 import socket
@@ -24,9 +25,12 @@ from warmfront.client import Client
 from warmfront.console import Progress, stderr
 from warmfront.errors import DeadlinePassed, Failure, WrongUse
 from warmfront.options import UpConfig, fill, flags_of, format_duration, mask_url, with_options
+from warmfront.processes import tail
 from warmfront.run_dir import RUN_DIR_ENV, Process, RunDir, write_private
 from warmfront.store import EmbeddedValkey, check_redis, free_port
 from worker.config import WorkerConfig
+
+_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 class Parts(Protocol):
@@ -87,8 +91,13 @@ def check_settings(settings: UpConfig, params: dict[str, Any]) -> None:
             )
     for name in ("http", "grpc", "metrics"):
         first = params[f"{name}_port"]
-        for port in range(first, first + (settings.routers if name == "metrics" else 1)) if first else ():
+        many = settings.routers + settings.replicas if name == "metrics" else 1
+        for port in range(first, first + many) if first else ():
             probe_port(params["listen"], port, f"--{name}-port")
+    if settings.ready_file is not None:
+        check_folder(settings.ready_file.parent, "--ready-file")
+    if settings.log_dir is not None:
+        check_folder(settings.log_dir, "--log-dir")
     if settings.redis_url is not None:
         check_redis(settings.redis_url)
 
@@ -106,6 +115,16 @@ def find_model(path: Path | None) -> None:
         raise WrongUse(f"--model {path}: no config.json in that folder, so it holds no Hugging Face model")
     elif path.is_file() and path.suffix != ".gguf":
         raise WrongUse(f"--model {path}: neither a folder nor a .gguf file")
+
+
+def check_folder(folder: Path, flag: str) -> None:
+    """Makes a folder where there is none. Raises ``WrongUse`` when nothing can be written there."""
+    try:
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    except OSError as error:
+        raise WrongUse(f"{flag}: cannot make {folder}: {error.strerror}") from error
+    if not os.access(folder, os.W_OK | os.X_OK):
+        raise WrongUse(f"{flag}: {folder} cannot be written to")
 
 
 def gpus_of(device: str) -> int:
@@ -220,7 +239,9 @@ class _Cluster:
 
     def _worker_flags(self, name: str, shared: dict[str, str]) -> dict[str, Any]:
         # Workers speak to routers of this machine alone. Ray shows each actor one GPU; without it they are told theirs.
-        own = {"replica_id": name, "listen": "127.0.0.1", "insecure_listen": False, "metrics_port": None}
+        own = {"replica_id": name, "listen": "127.0.0.1", "insecure_listen": False}
+        if first := self._params["metrics_port"]:
+            own["metrics_port"] = first + self._settings.routers + self._names().index(name)
         if self._settings.without_ray and gpus_of(self._params["device"]):
             own["device"] = f"cuda:{self._names().index(name)}"
         return {**self._flags("worker", shared), **own}
@@ -233,7 +254,11 @@ class _Cluster:
             self._parts.check_started()
             if await self._look():
                 mine = {replica["id"]: replica["state"] for replica in self._replicas if replica["id"] in names}
-                progress.update(", ".join(f"{name} {mine.get(name, 'STARTING')}" for name in sorted(names)))
+                states = {name: mine.get(name, "STARTING") for name in self._names()}
+                progress.update(
+                    ", ".join(f"{name} {state}" for name, state in states.items()),
+                    ", ".join(f"{name} {self._doing(name, state)}" for name, state in states.items()),
+                )
                 ready = all(mine.get(name) == "READY" for name in names)
                 if ready and await asyncio.to_thread(self._client.is_ready):
                     return
@@ -243,6 +268,13 @@ class _Cluster:
                     f"{len(self._replicas)} replicas registered, logs were in {self._log_dir}"
                 )
             await self._pause(0.2)
+
+    def _doing(self, name: str, state: str) -> str:
+        """What a worker that starts says in its log: loading weights 50 %."""
+        if state == "STARTING":
+            steps = re.findall(r" doing='(.+?)' percent=(\d+)", tail(self._log_dir / f"{name}.log"))
+            return f"{steps[-1][0]} {steps[-1][1]} %" if steps else "starting"
+        return state
 
     async def _watch(self) -> None:
         """Says what changes, and keeps the ready file true, until a signal comes."""
@@ -299,12 +331,12 @@ class _Cluster:
         def on_signal() -> None:
             (self._hurry if self._stop.is_set() else self._stop).set()
 
-        for number in (signal.SIGINT, signal.SIGTERM):
+        for number in _SIGNALS:
             loop.add_signal_handler(number, on_signal)
         try:
             yield
         finally:
-            for number in (signal.SIGINT, signal.SIGTERM):
+            for number in _SIGNALS:
                 loop.remove_signal_handler(number)
 
     def _state(self) -> tuple[list[dict[str, Any]], dict[str, list[int]]]:

