@@ -193,6 +193,8 @@ class Dispatcher:
         chains = self._fleet.chains
         if chains is None or not any(cache.prefix_caching for cache in self._fleet.ready_caches.values()):
             return array("Q")
+        if work.call.sampling.HasField("prompt_logprobs"):
+            return array("Q")  # each of its prompt tokens is computed, whatever is cached
         return chains.keys(work.call.token_ids, work.call.cache_salt)
 
     def _place(self, work: Work, keys: array[int], excluded: set[str], route: Route) -> tuple[Member, Ticket]:

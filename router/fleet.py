@@ -62,6 +62,7 @@ class Fleet:
         self.mirror = IndexMirror(
             self._redis, keys, self.index, metrics, on_applied=self._on_applied, rng=random.Random(config.router_id)
         )
+        self._num_tokenizer_hits = 0  # that the metric knows
         self._tasks: list[asyncio.Task[None]] = []
         # A cancellation that meets a Redis call may be lost inside the client: the loops look here as well.
         self._is_stopped = False
@@ -192,7 +193,7 @@ class Fleet:
         for member in self.ready.values():
             try:
                 model = await member.client.get_model(_GET_MODEL_TIMEOUT_S)
-                self._profile = ModelProfile(model)
+                self._profile = await asyncio.to_thread(ModelProfile, model)
             except (WorkerError, RouterError) as error:
                 log.warning("cannot learn the model replica=%s error=%r", member.replica.id, str(error))
                 continue
@@ -206,6 +207,10 @@ class Fleet:
         metrics = self.metrics
         metrics.redis_up.set(self._registry.online)
         metrics.set_index_mode(self.mirror.mode if self._registry.online else "local")
+        if self._profile is not None:
+            hits = self._profile.encoder.num_hits
+            metrics.tokenizer_cache_hits.inc(max(0, hits - self._num_tokenizer_hits))
+            self._num_tokenizer_hits = hits
         metrics.replicas_ready.set(len(self.ready))
         refused = 0
         for member in self.members.values():

@@ -43,6 +43,7 @@ class RouterMetrics:
         self.retries = counter("retries", "Requests sent to another replica before a token.", ("reason",))
         self.failovers = counter("failovers", "Streams continued on another replica.")
         self.inflight_tokens = gauge("inflight_tokens", "Uncached tokens sent and waited for.", ("replica",))
+        self.tokenizer_cache_hits = counter("tokenizer_cache_hits", "Prompt tokens that were not encoded again.")
         self.redis_up = gauge("redis_up", "Whether Redis answered the last look at the leases.")
         self.replicas_ready = gauge("replicas_ready", "Replicas that take user traffic.")
         self.replicas_refused = gauge("replicas_refused", "Replicas refused for their contract or protocol.")

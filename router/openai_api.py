@@ -13,7 +13,7 @@ from msgspec import UNSET, Meta, Raw, Struct, UnsetType
 from warmfront_pb.v1 import inference_pb2
 
 from router.errors import InvalidRequestError, UnsupportedError
-from router.tokenizer import pack_ids, unpack_ids
+from router.segments import pack_ids, unpack_ids
 
 MAX_PROMPTS = 64
 _COMPLETION_MAX_TOKENS = 16  # OpenAI's default for /v1/completions

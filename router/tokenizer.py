@@ -1,22 +1,14 @@
-"""Text and chats to token ids, as the served model does it; built from what a worker tells of its model."""
+"""The served model as a router needs it: built from what a worker tells, so that routers read no model files."""
 
-import asyncio
-import sys
-from array import array
-from concurrent.futures import ThreadPoolExecutor
-
-from tokenizers import Tokenizer
 from warmfront_pb.v1 import inference_pb2, worker_pb2
 
 from router.chat import ChatTemplate
 from router.errors import InvalidRequestError, UnsupportedError
-
-# Below this a thread costs more than the encoding itself (about 1 us per character).
-_INLINE_CHARS = 2_000
+from router.segments import SegmentedEncoder, pack_ids
 
 
 class ModelProfile:
-    """One model as a router needs it. Raises ``UnsupportedError`` for a tokenizer or template it cannot use."""
+    """Turns prompts into token ids. Raises ``UnsupportedError`` for a tokenizer or template it cannot use."""
 
     def __init__(self, model: worker_pb2.GetModelResponse) -> None:
         self.name = model.served_model_name
@@ -25,21 +17,18 @@ class ModelProfile:
         self.vocab_size = model.vocab_size
         self.defaults = model.defaults
         try:
-            self._tokenizer: Tokenizer = Tokenizer.from_str(model.tokenizer_json)
+            self.encoder = SegmentedEncoder(model.tokenizer_json)
         except Exception as error:  # the library raises bare Exception
             raise UnsupportedError(f"the tokenizer of {self.name!r} cannot be read: {error}") from error
-        self._tokenizer.no_truncation()
-        self._tokenizer.no_padding()
         names = ("bos_token", "eos_token", "unk_token", "pad_token")
         special = {name: token for name in names if (token := getattr(model, name))}  # templates ask "is defined"
         self._chat = ChatTemplate(model.chat_template, special) if model.chat_template else None
-        bos = self._tokenizer.token_to_id(model.bos_token) if model.adds_bos and model.bos_token else None
-        self._front = [] if bos is None else [bos]
-        self._threads = ThreadPoolExecutor(1, thread_name_prefix="tokenizer")
+        bos = self.encoder.token_to_id(model.bos_token) if model.adds_bos and model.bos_token else None
+        self._front = b"" if bos is None else pack_ids([bos])
 
     async def text_ids(self, text: str) -> bytes:
         """Ids of a plain prompt, packed as little-endian uint32."""
-        return pack_ids(self._front + await self._encode(text))
+        return self._front + await self.encoder.encode(text)
 
     async def chat_ids(self, chat: inference_pb2.Chat) -> bytes:
         """Ids of a rendered chat, packed. The template writes its own special tokens."""
@@ -47,33 +36,8 @@ class ModelProfile:
             raise InvalidRequestError(
                 f"messages: model {self.name!r} has no chat template: send a plain prompt", param="messages"
             )
-        return pack_ids(await self._encode(self._chat.render(chat.messages, chat.continue_final_message)))
+        return await self.encoder.encode(self._chat.render(chat.messages, chat.continue_final_message))
 
     def close(self) -> None:
         """End the encoding thread."""
-        self._threads.shutdown(wait=False)
-
-    async def _encode(self, text: str) -> list[int]:
-        if len(text) <= _INLINE_CHARS:
-            return self._encode_now(text)
-        return await asyncio.get_running_loop().run_in_executor(self._threads, self._encode_now, text)
-
-    def _encode_now(self, text: str) -> list[int]:
-        ids: list[int] = self._tokenizer.encode(text, add_special_tokens=False).ids
-        return ids
-
-
-def pack_ids(token_ids: list[int]) -> bytes:
-    """Little-endian uint32."""
-    packed = array("I", token_ids)
-    if sys.byteorder != "little":
-        packed.byteswap()
-    return packed.tobytes()
-
-
-def unpack_ids(data: bytes) -> list[int]:
-    """The inverse of ``pack_ids``."""
-    packed = array("I", data)
-    if sys.byteorder != "little":
-        packed.byteswap()
-    return packed.tolist()
+        self.encoder.close()

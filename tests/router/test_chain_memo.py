@@ -8,7 +8,7 @@ import pytest
 
 from cache.block_hash import HashScheme, extra_keys
 from router.chain_memo import ChainMemo
-from router.tokenizer import pack_ids
+from router.segments import pack_ids
 
 SCHEME = HashScheme(block_size=4)
 CHUNK_TOKENS = 16 * 4

@@ -10,7 +10,7 @@ import grpc
 import grpc.aio
 import pytest
 
-from router.tokenizer import pack_ids
+from router.segments import pack_ids
 from tests.router.conftest import Cluster, until
 from tests.router.reflective import ReflectiveClient
 

@@ -243,6 +243,16 @@ def test_longest_prefix_takes_the_holder_and_least_load_the_idle_one() -> None:
     assert decide("predicted_ttft", 100, holder, idle).chosen.replica == "idle"
 
 
+def test_a_long_prompt_that_is_held_whole_is_charged_next_to_nothing() -> None:
+    keys = HashScheme().keys(list(range(64_000)))
+    index = PrefixIndex()
+    index.load("w0", Snapshot("w0", "g", 1, (Stored(0, keys),)))
+    loads = LoadBook()
+    caches = {"w0": common_pb2.CacheState(prefix_caching=True, kv_blocks=5000)}
+    Placement(index, loads, WARMFRONT, random.Random(0)).place(64_000, keys, 16, caches, 0.0)
+    assert loads.of("w0").waiting_tokens == 16
+
+
 def large_fleet(num_replicas: int, num_holders: int) -> tuple[Placement, dict[str, common_pb2.CacheState], array[int]]:
     keys = HashScheme().keys(list(range(640)))
     index = PrefixIndex()
