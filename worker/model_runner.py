@@ -72,6 +72,7 @@ class ModelRunner:
             attention,
             deterministic=self._deterministic,
             block_size=block_size,
+            num_heads=self.config.num_heads,
             num_kv_heads=self.config.num_kv_heads,
             head_dim=self.config.head_dim,
             dtype=loaded.dtype,

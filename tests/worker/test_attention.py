@@ -1,6 +1,7 @@
 """Every attention backend against the definition: softmax over the keys a row may see."""
 
 import math
+import os
 from typing import Any
 
 import pytest
@@ -10,6 +11,9 @@ from torch import Tensor
 from worker.attention import Span, make_backend
 
 CPU = torch.device("cpu")
+# Triton's interpreter wants TRITON_INTERPRET=1, triton 3.6 and numpy below 2.3: an environment of its own.
+INTERPRETED = pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") != "1", reason="needs Triton's interpreter")
+BACKENDS_HERE = ["sdpa", "tiled", pytest.param("triton", marks=INTERPRETED)]
 CASES: dict[str, list[tuple[int, int]]] = {  # (rows, keys) of each sequence
     "one decode row": [(1, 33)],
     "a whole prompt": [(40, 40)],
@@ -33,7 +37,7 @@ def by_definition(queries: Tensor, k: Tensor, v: Tensor, num_keys: int) -> Tenso
     return out.flatten(1)
 
 
-@pytest.mark.parametrize("name", ["sdpa", "tiled"])
+@pytest.mark.parametrize("name", BACKENDS_HERE)
 @pytest.mark.parametrize("heads", [(4, 4), (6, 2), (8, 1)])
 @pytest.mark.parametrize("case", CASES)
 def test_backends_follow_the_definition(name: str, heads: tuple[int, int], case: str) -> None:
@@ -52,6 +56,7 @@ def test_backends_follow_the_definition(name: str, heads: tuple[int, int], case:
         name,
         deterministic=False,
         block_size=block_size,
+        num_heads=num_heads,
         num_kv_heads=num_kv_heads,
         head_dim=head_dim,
         dtype=torch.float32,
@@ -63,3 +68,24 @@ def test_backends_follow_the_definition(name: str, heads: tuple[int, int], case:
         rows = slice(span.first_row, span.first_row + span.num_rows)
         k, v = (store[span.block_ids].flatten(0, 1)[: span.num_keys] for store in (keys, values))
         torch.testing.assert_close(out[rows], by_definition(queries[rows], k, v, span.num_keys), atol=1e-5, rtol=0)
+
+
+@INTERPRETED
+def test_a_sequence_alone_equals_itself_in_a_mixed_batch_bit_for_bit_in_the_triton_kernel() -> None:
+    torch.manual_seed(2)
+    keys, values = (torch.randn(40, 16, 2, 8) for _ in range(2))
+    backend: Any = make_backend(
+        "triton",
+        deterministic=False,
+        block_size=16,
+        num_heads=6,
+        num_kv_heads=2,
+        head_dim=8,
+        dtype=torch.float32,
+        device=CPU,
+    )
+    queries = torch.randn(30, 6, 8)
+    one, others = Span(5, 20, 50, [3, 9, 1, 12]), [Span(0, 1, 70, range(20, 25)), Span(1, 4, 4, [7])]
+    alone = backend.attend(queries, keys, values, backend.plan([one], 30))
+    mixed = backend.attend(queries, keys, values, backend.plan([*others, one], 30))
+    assert torch.equal(alone[5:25], mixed[5:25])

@@ -4,6 +4,7 @@ A backend turns the step's layout into whatever indices and masks it needs once 
 layer (``attend``). The KV of the step's own tokens is written before ``attend`` is called.
 """
 
+import importlib.util
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -11,7 +12,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-BACKENDS = ("auto", "sdpa", "tiled")
+BACKENDS = ("auto", "sdpa", "tiled", "triton")
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,6 +46,7 @@ def make_backend(
     *,
     deterministic: bool,
     block_size: int,
+    num_heads: int,
     num_kv_heads: int,
     head_dim: int,
     dtype: torch.dtype,
@@ -57,9 +59,15 @@ def make_backend(
     if name not in BACKENDS:
         raise ValueError(f"unknown attention backend {name!r}; there are: {', '.join(BACKENDS)}")
     if name == "auto":
-        name = "sdpa" if deterministic or device.type != "cpu" else "tiled"
+        name = _best(num_heads // num_kv_heads, deterministic, device)
     if deterministic and name != "sdpa":
         raise ValueError(f"mode deterministic needs --attention sdpa, not {name}: only its shapes are fixed")
+    if name == "triton":
+        if not _has_triton(device):
+            raise ValueError("--attention triton needs a CUDA device and the triton package")
+        from worker.attention.triton_paged import TritonAttention
+
+        return TritonAttention(block_size=block_size, group=num_heads // num_kv_heads, device=device)
     if name == "sdpa":
         from worker.attention.sdpa import SdpaAttention
 
@@ -69,3 +77,22 @@ def make_backend(
     return TiledAttention(
         block_size=block_size, num_kv_heads=num_kv_heads, head_dim=head_dim, dtype=dtype, device=device
     )
+
+
+def _best(group: int, deterministic: bool, device: torch.device) -> str:
+    if deterministic:
+        return "sdpa"
+    if device.type == "cpu":
+        return "tiled"
+    return "triton" if group <= 16 and _has_triton(device) else "sdpa"
+
+
+def _has_triton(device: torch.device) -> bool:
+    """Triton compiles for CUDA; its interpreter runs anywhere, for tests."""
+    if importlib.util.find_spec("triton") is None:
+        return False
+    if device.type == "cuda":
+        return True
+    import triton
+
+    return bool(triton.knobs.runtime.interpret)
