@@ -69,35 +69,33 @@ async def test_a_salt_shares_with_itself_alone_and_the_router_predicts_both(clie
         assert int(trailing["x-warmfront-matched-tokens"]) == expected
 
 
-@pytest.mark.parametrize(
-    ("request_", "code", "words"),
-    [
-        ({}, grpc.StatusCode.INVALID_ARGUMENT, "prompt is missing"),
-        ({"text": ""}, grpc.StatusCode.INVALID_ARGUMENT, "prompt is empty"),
-        ({"chat": {}}, grpc.StatusCode.INVALID_ARGUMENT, "messages is empty"),
-        ({"tokenIds": "AAA="}, grpc.StatusCode.INVALID_ARGUMENT, "token_ids has 2 bytes"),
-        ({"tokenIds": "////fw=="}, grpc.StatusCode.INVALID_ARGUMENT, "vocabulary"),
-        ({"text": "x" * 4096}, grpc.StatusCode.INVALID_ARGUMENT, "context 4096"),
-        ({"text": "x", "model": "no"}, grpc.StatusCode.NOT_FOUND, "use 'simulated'"),
-        ({"text": "x", "lora": "no"}, grpc.StatusCode.NOT_FOUND, "adapter"),
-        ({"text": "x", "sampling": {"temperature": -1}}, grpc.StatusCode.INVALID_ARGUMENT, "temperature is -1"),
-        ({"text": "x", "sampling": {"temperature": "NaN"}}, grpc.StatusCode.INVALID_ARGUMENT, "temperature"),
-        ({"text": "x", "sampling": {"topP": 0}}, grpc.StatusCode.INVALID_ARGUMENT, "top_p is 0"),
-        ({"text": "x", "sampling": {"maxTokens": 0}}, grpc.StatusCode.INVALID_ARGUMENT, "max_tokens is 0"),
-        ({"text": "x", "sampling": {"maxTokens": 5000}}, grpc.StatusCode.INVALID_ARGUMENT, "max_tokens is 5000"),
-        ({"text": "x", "sampling": {"n": 17}}, grpc.StatusCode.INVALID_ARGUMENT, "n is 17"),
-        ({"text": "x", "sampling": {"stop": [""]}}, grpc.StatusCode.INVALID_ARGUMENT, "stop"),
-        ({"text": "x", "cacheSalt": "s" * 257}, grpc.StatusCode.INVALID_ARGUMENT, "cache_salt"),
-        ({"text": "x", "retention": [{"tokens": 1, "ttlS": 7}]}, grpc.StatusCode.INVALID_ARGUMENT, "300 or 3600"),
-    ],
-)
-async def test_a_bad_value_is_named_with_its_remedy(
-    client: ReflectiveClient, cluster: Cluster, request_: dict[str, Any], code: grpc.StatusCode, words: str
-) -> None:
-    with pytest.raises(grpc.aio.AioRpcError) as caught:
-        await client.call(GENERATE, request_)
-    assert caught.value.code() is code
-    assert words in (caught.value.details() or "")
+BAD_REQUESTS: list[tuple[dict[str, Any], grpc.StatusCode, str]] = [
+    ({}, grpc.StatusCode.INVALID_ARGUMENT, "prompt is missing"),
+    ({"text": ""}, grpc.StatusCode.INVALID_ARGUMENT, "prompt is empty"),
+    ({"chat": {}}, grpc.StatusCode.INVALID_ARGUMENT, "messages is empty"),
+    ({"tokenIds": "AAA="}, grpc.StatusCode.INVALID_ARGUMENT, "token_ids has 2 bytes"),
+    ({"tokenIds": "////fw=="}, grpc.StatusCode.INVALID_ARGUMENT, "vocabulary"),
+    ({"text": "x" * 4096}, grpc.StatusCode.INVALID_ARGUMENT, "context 4096"),
+    ({"text": "x", "model": "no"}, grpc.StatusCode.NOT_FOUND, "use 'simulated'"),
+    ({"text": "x", "lora": "no"}, grpc.StatusCode.NOT_FOUND, "adapter"),
+    ({"text": "x", "sampling": {"temperature": -1}}, grpc.StatusCode.INVALID_ARGUMENT, "temperature is -1"),
+    ({"text": "x", "sampling": {"temperature": "NaN"}}, grpc.StatusCode.INVALID_ARGUMENT, "temperature"),
+    ({"text": "x", "sampling": {"topP": 0}}, grpc.StatusCode.INVALID_ARGUMENT, "top_p is 0"),
+    ({"text": "x", "sampling": {"maxTokens": 0}}, grpc.StatusCode.INVALID_ARGUMENT, "max_tokens is 0"),
+    ({"text": "x", "sampling": {"maxTokens": 5000}}, grpc.StatusCode.INVALID_ARGUMENT, "max_tokens is 5000"),
+    ({"text": "x", "sampling": {"n": 17}}, grpc.StatusCode.INVALID_ARGUMENT, "n is 17"),
+    ({"text": "x", "sampling": {"stop": [""]}}, grpc.StatusCode.INVALID_ARGUMENT, "stop"),
+    ({"text": "x", "cacheSalt": "s" * 257}, grpc.StatusCode.INVALID_ARGUMENT, "cache_salt"),
+    ({"text": "x", "retention": [{"tokens": 1, "ttlS": 7}]}, grpc.StatusCode.INVALID_ARGUMENT, "300 or 3600"),
+]
+
+
+async def test_a_bad_value_is_named_with_its_remedy(client: ReflectiveClient, cluster: Cluster) -> None:
+    for request, code, words in BAD_REQUESTS:
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await client.call(GENERATE, request)
+        assert caught.value.code() is code, request
+        assert words in (caught.value.details() or ""), request
     assert not any(worker.requests for worker in cluster.workers.values())
 
 

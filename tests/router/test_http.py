@@ -97,81 +97,79 @@ def without(body: dict[str, Any], *names: str) -> dict[str, Any]:
 COMPLETION: dict[str, Any] = {"model": "simulated", "prompt": "once upon a time", "max_tokens": 4, "seed": 1}
 
 
-@pytest.mark.parametrize(
-    ("path", "body", "status", "words"),
-    [
-        ("chat/completions", b"{", 400, "not valid JSON"),
-        ("chat/completions", b'{"model": "\xff"}', 400, "UTF-8"),
-        ("chat/completions", b"[]", 400, "object"),
-        ("chat/completions", without(CHAT, "messages"), 400, "messages is missing"),
-        ("chat/completions", {**CHAT, "messages": []}, 400, "messages is empty"),
-        ("chat/completions", {**CHAT, "messages": [{"role": "user"}]}, 400, "messages[0].content is missing"),
-        ("chat/completions", {**CHAT, "messages": [{"content": "x"}]}, 400, "messages[0].role is missing"),
-        (
-            "chat/completions",
-            {**CHAT, "messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]},
-            400,
-            "type 'image_url' is not supported",
-        ),
-        (
-            "chat/completions",
-            {**CHAT, "messages": [{"role": "tool", "content": "x", "tool_call_id": "1"}]},
-            400,
-            "tool calls are not supported",
-        ),
-        ("chat/completions", {**CHAT, "temperature": -1}, 400, "temperature is -1: use 0 to 2"),
-        ("chat/completions", {**CHAT, "temperature": "hot"}, 400, "temperature: expected `float | null`"),
-        ("chat/completions", {**CHAT, "max_tokens": 0}, 400, "max_tokens: expected `int` >= 1"),
-        ("chat/completions", {**CHAT, "max_tokens": 10**12}, 400, "max_tokens"),
-        ("chat/completions", {**CHAT, "max_tokens": 5000}, 400, "leave"),
-        ("chat/completions", {**CHAT, "max_completion_tokens": 3}, 400, "max_completion_tokens differ"),
-        ("chat/completions", {**CHAT, "top_p": 0}, 400, "top_p is 0: use over 0 to 1"),
-        ("chat/completions", {**CHAT, "n": 0}, 400, "n: expected"),
-        ("chat/completions", {**CHAT, "n": 17}, 400, "n is 17: use 1 to 16"),
-        ("chat/completions", {**CHAT, "stop": ["a"] * 17}, 400, "stop has 17 strings"),
-        ("chat/completions", {**CHAT, "stop": [""]}, 400, "stop has a string of 0"),
-        ("chat/completions", {**CHAT, "seed": 2**70}, 400, "seed"),
-        ("chat/completions", {**CHAT, "logit_bias": {"x": 1}}, 400, "logit_bias"),
-        ("chat/completions", {**CHAT, "logit_bias": {"5": 101}}, 400, "logit_bias has 101 for token 5"),
-        ("chat/completions", {**CHAT, "logit_bias": {"999999": 1}}, 400, "vocabulary"),
-        ("chat/completions", {**CHAT, "top_logprobs": 3}, 400, "top_logprobs needs logprobs"),
-        ("chat/completions", {**CHAT, "logprobs": True, "top_logprobs": 21}, 400, "top_logprobs"),
-        ("chat/completions", {**CHAT, "stream_options": {"include_usage": True}}, 400, "stream_options needs stream"),
-        ("chat/completions", {**CHAT, "tools": [{"type": "function"}]}, 400, "tools is not supported"),
-        ("chat/completions", {**CHAT, "response_format": {"type": "json_object"}}, 400, "response_format"),
-        ("chat/completions", {**CHAT, "guided_json": {"type": "object"}}, 400, "guided_json is not supported"),
-        ("chat/completions", {**CHAT, "colour": "red"}, 400, "colour is not a field"),
-        ("chat/completions", {**CHAT, "model": "gpt-9"}, 404, "model 'gpt-9' is not served here: use 'simulated'"),
-        ("chat/completions", {**CHAT, "cache_salt": ""}, 400, "cache_salt"),
-        ("chat/completions", {**CHAT, "cache_salt": "s" * 257}, 400, "cache_salt"),
-        ("chat/completions", {**CHAT, "retention": [{"tokens": 5, "ttl": 7}]}, 400, "300 or 3600"),
-        ("chat/completions", {**CHAT, "lora": "french"}, 404, "no adapter 'french'"),
-        ("completions", without(COMPLETION, "prompt"), 400, "prompt is missing"),
-        ("completions", {**COMPLETION, "prompt": ""}, 400, "prompt is empty"),
-        ("completions", {**COMPLETION, "prompt": []}, 400, "prompt is empty"),
-        ("completions", {**COMPLETION, "prompt": ["a", ""]}, 400, "prompt is empty"),
-        ("completions", {**COMPLETION, "prompt": 7}, 400, "prompt: give a string"),
-        ("completions", {**COMPLETION, "prompt": [1, "a"]}, 400, "prompt: give a string"),
-        ("completions", {**COMPLETION, "prompt": [-1]}, 400, "prompt: give a string"),
-        ("completions", {**COMPLETION, "prompt": [999_999]}, 400, "vocabulary"),
-        ("completions", {**COMPLETION, "prompt": "x" * 5000}, 400, "shorten it"),
-        ("completions", {**COMPLETION, "prompt": ["x"] * 65}, 400, "at most 64"),
-        ("completions", {**COMPLETION, "echo": True}, 400, "echo is not supported"),
-        ("completions", {**COMPLETION, "best_of": 4}, 400, "best_of is not supported"),
-        ("completions", {**COMPLETION, "suffix": "end"}, 400, "suffix is not supported"),
-        ("completions", {**COMPLETION, "min_tokens": 9}, 400, "min_tokens is 9, over max_tokens 4"),
-        ("nothing", {}, 404, "POST /v1/nothing"),
-    ],
-)
-async def test_a_bad_body_is_refused_with_the_field_and_the_remedy(
-    two: Cluster, path: str, body: Any, status: int, words: str
-) -> None:
-    content = body if isinstance(body, bytes) else json.dumps(body).encode()
-    response = await two.http.post(f"/v1/{path}", content=content)
-    assert response.status_code == status, response.text
-    error = response.json()["error"]
-    assert words in error["message"]
-    assert set(error) == {"message", "type", "param", "code"}
+BAD_BODIES: list[tuple[str, Any, int, str]] = [
+    ("chat/completions", b"{", 400, "not valid JSON"),
+    ("chat/completions", b'{"model": "\xff"}', 400, "UTF-8"),
+    ("chat/completions", b"[]", 400, "object"),
+    ("chat/completions", without(CHAT, "messages"), 400, "messages is missing"),
+    ("chat/completions", {**CHAT, "messages": []}, 400, "messages is empty"),
+    ("chat/completions", {**CHAT, "messages": [{"role": "user"}]}, 400, "messages[0].content is missing"),
+    ("chat/completions", {**CHAT, "messages": [{"content": "x"}]}, 400, "messages[0].role is missing"),
+    (
+        "chat/completions",
+        {**CHAT, "messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]},
+        400,
+        "type 'image_url' is not supported",
+    ),
+    (
+        "chat/completions",
+        {**CHAT, "messages": [{"role": "tool", "content": "x", "tool_call_id": "1"}]},
+        400,
+        "tool calls are not supported",
+    ),
+    ("chat/completions", {**CHAT, "temperature": -1}, 400, "temperature is -1: use 0 to 2"),
+    ("chat/completions", {**CHAT, "temperature": "hot"}, 400, "temperature: expected `float | null`"),
+    ("chat/completions", {**CHAT, "max_tokens": 0}, 400, "max_tokens: expected `int` >= 1"),
+    ("chat/completions", {**CHAT, "max_tokens": 10**12}, 400, "max_tokens"),
+    ("chat/completions", {**CHAT, "max_tokens": 5000}, 400, "leave"),
+    ("chat/completions", {**CHAT, "max_completion_tokens": 3}, 400, "max_completion_tokens differ"),
+    ("chat/completions", {**CHAT, "top_p": 0}, 400, "top_p is 0: use over 0 to 1"),
+    ("chat/completions", {**CHAT, "n": 0}, 400, "n: expected"),
+    ("chat/completions", {**CHAT, "n": 17}, 400, "n is 17: use 1 to 16"),
+    ("chat/completions", {**CHAT, "stop": ["a"] * 17}, 400, "stop has 17 strings"),
+    ("chat/completions", {**CHAT, "stop": [""]}, 400, "stop has a string of 0"),
+    ("chat/completions", {**CHAT, "seed": 2**70}, 400, "seed"),
+    ("chat/completions", {**CHAT, "logit_bias": {"x": 1}}, 400, "logit_bias"),
+    ("chat/completions", {**CHAT, "logit_bias": {"5": 101}}, 400, "logit_bias has 101 for token 5"),
+    ("chat/completions", {**CHAT, "logit_bias": {"999999": 1}}, 400, "vocabulary"),
+    ("chat/completions", {**CHAT, "top_logprobs": 3}, 400, "top_logprobs needs logprobs"),
+    ("chat/completions", {**CHAT, "logprobs": True, "top_logprobs": 21}, 400, "top_logprobs"),
+    ("chat/completions", {**CHAT, "stream_options": {"include_usage": True}}, 400, "stream_options needs stream"),
+    ("chat/completions", {**CHAT, "tools": [{"type": "function"}]}, 400, "tools is not supported"),
+    ("chat/completions", {**CHAT, "response_format": {"type": "json_object"}}, 400, "response_format"),
+    ("chat/completions", {**CHAT, "guided_json": {"type": "object"}}, 400, "guided_json is not supported"),
+    ("chat/completions", {**CHAT, "colour": "red"}, 400, "colour is not a field"),
+    ("chat/completions", {**CHAT, "model": "gpt-9"}, 404, "model 'gpt-9' is not served here: use 'simulated'"),
+    ("chat/completions", {**CHAT, "cache_salt": ""}, 400, "cache_salt"),
+    ("chat/completions", {**CHAT, "cache_salt": "s" * 257}, 400, "cache_salt"),
+    ("chat/completions", {**CHAT, "retention": [{"tokens": 5, "ttl": 7}]}, 400, "300 or 3600"),
+    ("chat/completions", {**CHAT, "lora": "french"}, 404, "no adapter 'french'"),
+    ("completions", without(COMPLETION, "prompt"), 400, "prompt is missing"),
+    ("completions", {**COMPLETION, "prompt": ""}, 400, "prompt is empty"),
+    ("completions", {**COMPLETION, "prompt": []}, 400, "prompt is empty"),
+    ("completions", {**COMPLETION, "prompt": ["a", ""]}, 400, "prompt is empty"),
+    ("completions", {**COMPLETION, "prompt": 7}, 400, "prompt: give a string"),
+    ("completions", {**COMPLETION, "prompt": [1, "a"]}, 400, "prompt: give a string"),
+    ("completions", {**COMPLETION, "prompt": [-1]}, 400, "prompt: give a string"),
+    ("completions", {**COMPLETION, "prompt": [999_999]}, 400, "vocabulary"),
+    ("completions", {**COMPLETION, "prompt": "x" * 5000}, 400, "shorten it"),
+    ("completions", {**COMPLETION, "prompt": ["x"] * 65}, 400, "at most 64"),
+    ("completions", {**COMPLETION, "echo": True}, 400, "echo is not supported"),
+    ("completions", {**COMPLETION, "best_of": 4}, 400, "best_of is not supported"),
+    ("completions", {**COMPLETION, "suffix": "end"}, 400, "suffix is not supported"),
+    ("completions", {**COMPLETION, "min_tokens": 9}, 400, "min_tokens is 9, over max_tokens 4"),
+    ("nothing", {}, 404, "POST /v1/nothing"),
+]
+
+
+async def test_a_bad_body_is_refused_with_the_field_and_the_remedy(two: Cluster) -> None:
+    for path, body, status, words in BAD_BODIES:
+        content = body if isinstance(body, bytes) else json.dumps(body).encode()
+        response = await two.http.post(f"/v1/{path}", content=content)
+        assert response.status_code == status, (path, body, response.text)
+        error = response.json()["error"]
+        assert words in error["message"], (path, body)
+        assert set(error) == {"message", "type", "param", "code"}
     assert not any(worker.requests for worker in two.workers.values())
 
 

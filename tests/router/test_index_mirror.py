@@ -158,8 +158,8 @@ async def test_the_index_is_true_after_every_heartbeat(redis_url: str, seed: int
     async with mirrored(redis_url, f"model-{seed}", seed) as one:
         for name in ("w0", "w1", "w2"):
             await one.boot(name)
-        for _round in range(16):
-            for _step in range(1500):
+        for _round in range(12):
+            for _step in range(2000):
                 name = rng.choice(list(one.workers))
                 worker = one.workers[name]
                 one.work(name)
