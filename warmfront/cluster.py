@@ -27,7 +27,7 @@ from router.config import RouterConfig
 from warmfront.errors import Failure, WrongUse
 from warmfront.options import BY_PARAM, fill
 from warmfront.processes import last_line
-from warmfront.run_dir import RunDir, write_private
+from warmfront.run_dir import RunDir, start_ticks, write_private
 from worker.config import WorkerConfig
 
 if TYPE_CHECKING:
@@ -92,7 +92,9 @@ class RayActors:
 
     async def watch(self) -> None:
         """From now on what dies is none of ours: Ray starts it again, the controller ends what hangs."""
-        self._is_watching = True
+        while not self._is_watching:  # once all are known
+            await self._call(self._look)
+            self._is_watching = len(self._pids) == sum(map(len, self._names.values()))
 
     async def stop(self, role: str, deadline_s: float, hurry: asyncio.Event) -> None:
         """Lets the actors of one role drain until the deadline, or until ``hurry`` is set."""
@@ -167,7 +169,8 @@ class RayActors:
             with contextlib.suppress(ValueError):
                 actors[name] = ray.get_actor(name, namespace=NAMESPACE)
         pings = {name: actor.ping.remote() for name, actor in actors.items()}
-        ray.wait(list(pings.values()), num_returns=len(pings), timeout=_PING_DEADLINE_S)
+        if pings:
+            ray.wait(list(pings.values()), num_returns=len(pings), timeout=_PING_DEADLINE_S)
         before, self._pids = self._pids, {}
         for name, ping in pings.items():
             try:
@@ -176,10 +179,11 @@ class RayActors:
                 if not self._is_watching:
                     raise WrongUse(f"{name} does not start: {_cause(error)}") from error
             except (ray.exceptions.RayError, ray.exceptions.GetTimeoutError):
-                self._pids |= {name: before[name]} if name in before and not self._is_watching else {}
+                if start_ticks(before.get(name, 0)) is not None:  # slow to answer, but there
+                    self._pids[name] = before[name]
         if not self._is_watching:
-            for name, pid in self._pids.items():
-                if before.get(name, pid) != pid:
+            for name, pid in before.items():
+                if self._pids.get(name, pid) != pid:
                     raise WrongUse(f"{name} ended while starting: {last_line(self._log_dir / f'{name}.log')}")
         self._link_logs()
 

