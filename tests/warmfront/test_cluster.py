@@ -220,7 +220,7 @@ def test_two_routers_share_their_ports_and_a_given_redis_is_left_clean(temp_root
 
     with (
         ValkeyServer() as server,
-        started(tmp_path, "--without-ray", "--replicas", "1", "--redis", server.connection_url) as up,
+        started(tmp_path, *flags, "--redis", server.connection_url) as up,
     ):
         check_redis(server.connection_url)
         up.wait_ready()
