@@ -5,7 +5,7 @@
 TRACE is JSON lines: Mooncake's format (``hash_ids`` of 512-token blocks; outputs take blocks while they run and leave
 none), or lines with ``token_ids`` and ``output_token_ids`` (prompt and output without its last token stay cached).
 Requests run one at a time, in order. ``lru`` and ``slru`` are the cache itself; the others are models of known
-policies made prefix-closed, as every policy here must be: a block whose child is cached is passed over.
+policies made prefix-closed, as every policy here must be: in the place of a block the end of its chain goes.
 
 - ``s3fifo``: S3-FIFO (Yang et al., SOSP 2023): a small first queue, a main queue with reinsertion, a ghost list.
 - ``slru-N``: segmented LRU with N % protected, to see how flat the choice is.
@@ -26,7 +26,7 @@ from cache.block_hash import BlockChain, HashScheme, pack_keys
 from cache.prefix_cache import EvictionPolicy, PrefixCache
 
 MOONCAKE_BLOCK = 512
-SHARES = (10, 30, 50)
+SHARES = (10, 20, 30, 50)
 
 
 class Request(NamedTuple):
@@ -114,23 +114,28 @@ def s3fifo(requests: Iterable[Request], num_blocks: int, block_size: int) -> flo
     ghosts: OrderedDict[int, None] = OrderedDict()
     frequency: dict[int, int] = {}
     parent: dict[int, int | None] = {}
-    num_children: dict[int | None, int] = {}
+    children: dict[int | None, set[int]] = {}
 
     def evict(used: set[int]) -> None:
-        for _ in range(8 * num_blocks):
+        while True:
             from_small = bool(small) and (len(small) > num_blocks // 10 or not main)
-            name, _none = (small if from_small else main).popitem(last=False)
-            if name in used or num_children.get(name) or frequency[name]:
+            queue = small if from_small else main
+            name = next(iter(queue))
+            if name in used or frequency[name] > (1 if from_small else 0):
+                frequency[name] = 0 if from_small else max(0, frequency[name] - 1)
+                del queue[name]
                 main[name] = None
-                if not from_small and frequency[name]:
-                    frequency[name] -= 1
                 continue
-            if from_small:
+            while children.get(name):  # its turn has come: the end of its chain goes in its place
+                name = next(iter(children[name]))
+            if name in small:
                 ghosts[name] = None
                 if len(ghosts) > num_blocks:
                     ghosts.popitem(last=False)
+            small.pop(name, None)
+            main.pop(name, None)
             del frequency[name]
-            num_children[parent.pop(name)] -= 1
+            children[parent.pop(name)].discard(name)
             return
 
     rate = _Rate()
@@ -145,7 +150,7 @@ def s3fifo(requests: Iterable[Request], num_blocks: int, block_size: int) -> flo
             if name not in frequency:
                 frequency[name] = 0
                 parent[name] = names[depth - 1] if depth else None
-                num_children[parent[name]] = num_children.get(parent[name], 0) + 1
+                children.setdefault(parent[name], set()).add(name)
                 (main if ghosts.pop(name, 0) is None else small)[name] = None
     return rate.value
 

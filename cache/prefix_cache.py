@@ -33,7 +33,7 @@ from cache.token_reuse import BlockFronts
 RequestId: TypeAlias = Hashable
 EvictionPolicy: TypeAlias = Literal["lru", "slru"]
 
-PROTECTED_SHARE = 0.2
+PROTECTED_SHARE = 0.25
 """Under ``slru``, at most this share of the pool is idle blocks that were hit before (docs/cache.md has the study)."""
 
 _ORDINARY, _PROTECTED, _RETAINED = 0, 1, 2  # classes of the pool's queues; a retained block's priority is added
@@ -310,6 +310,17 @@ class PrefixCache:
             self._pass_time(now)
             running.block_ids += self._take(num_new, request_id)
         return True
+
+    def renew(self, chain: BlockChain, now: float = 0.0) -> None:
+        """Queue the cached front of ``chain`` as if it had just been used.
+
+        For the request at the head of a waiting queue: what it is about to hit should not be evicted for others.
+        """
+        hits = self._blocks_of(chain.hashes[: self._num_hit_blocks(chain)])
+        self._pass_time(now)
+        idle = hits[self._pool.references[hits] == 0][::-1]
+        self._pool.withdraw(idle)
+        self._queue_kept(idle)
 
     def commit(self, request_id: RequestId, num_computed: int) -> None:
         """The KV of the request's first ``num_computed`` tokens is in place: its full blocks become visible.

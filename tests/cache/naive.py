@@ -126,6 +126,15 @@ class NaiveCache:
             request.table += self.take(num_new)
         return True
 
+    def renew(self, salt: str | None, tokens: Sequence[int], now: float) -> None:
+        depths = range(self.num_hits(salt, tokens), 0, -1)
+        hits = [self.copies[self.prefix(salt, tokens, depth)][0] for depth in depths]
+        self.pass_time(now)
+        idle = [block for block in hits if not self.users[block]]
+        for queue in self.queues.values():
+            queue[:] = [block for block in queue if block not in idle]
+        self.queue_kept(idle)
+
     def commit(self, name: object, num_computed: int) -> None:
         request = self.running[name]
         request.num_computed = max(request.num_computed, num_computed)

@@ -99,6 +99,11 @@ class CacheMachine(RuleBasedStateMachine):
         self.naive.free(name, self.now, recompute)
         self.cache.free(name, self.now, recompute)
 
+    @rule(tokens=TOKENS, salt=SALTS)
+    def renew(self, tokens: list[int], salt: str | None) -> None:
+        self.naive.renew(salt, tokens, self.now)
+        self.cache.renew(chain(tokens, salt, self.scheme), self.now)
+
     @rule(elapsed_s=st.sampled_from([0.5, 1.0, 5.0]))
     def wait(self, elapsed_s: float) -> None:
         self.now += elapsed_s

@@ -6,13 +6,14 @@ import random
 from array import array
 from collections.abc import Iterable
 
+import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule, run_state_machine_as_test
 
 from cache.block_hash import HashScheme
 from cache.events import Cleared, Event, EventBatch, Malformed, RemovalReason, Removed, Snapshot, Stored, Tier
-from cache.prefix_cache import PrefixCache
+from cache.prefix_cache import EvictionPolicy, PrefixCache
 from cache.prefix_index import Depths, Outcome, PrefixIndex
 from tests.cache.support import chain
 
@@ -213,38 +214,38 @@ def test_the_coldest_runs_are_forgotten_when_the_bound_is_reached() -> None:
     assert index.num_blocks("w0") == len(index)
 
 
-def test_an_index_fed_by_a_cache_predicts_its_hits_exactly() -> None:
+@pytest.mark.parametrize(("policy", "size"), [("lru", 4), ("slru", 4), ("slru", 8), ("slru", 32)])
+def test_an_index_fed_by_a_cache_predicts_its_hits_exactly(policy: EvictionPolicy, size: int) -> None:
     """Prompts and answers; every prediction is what the cache then does."""
     rng = random.Random(5)
-    scheme = HashScheme("sha256_cbor", 4)
-    for policy in ("lru", "slru"):
-        cache = PrefixCache(40, scheme, replica="w0", generation="g1", policy=policy)
-        index = PrefixIndex()
-        history: list[list[int]] = [[]]
-        for step in range(600):
-            prompt = rng.choice(history)[-60:] + [rng.randrange(9) for _ in range(rng.randrange(1, 12))]
-            asked = chain(prompt, scheme=scheme)
-            limit = (len(prompt) - 1) // 4
-            predicted = index.match(asked.keys[:limit]).get("w0", Depths(0, 0)).device
-            admission = cache.admit(step, asked, float(step))
-            assert admission is not None
-            assert admission.num_cached_tokens == predicted * 4
-            cache.commit(step, len(prompt))
-            if cache.append(step, [rng.randrange(9) for _ in range(5)]):
-                cache.commit(step, len(asked) - 1)
-            cache.free(step, float(step))
-            history = [*history[-20:], list(asked.token_ids)]
-            taken = cache.take_events()
-            if taken is not None:
-                assert index.apply("w0", taken) is Outcome.APPLIED
-            index.check_invariants()
-            assert index.num_blocks("w0") == cache.num_cached_blocks
-        fresh = PrefixIndex()
-        fresh.load("w0", cache.snapshot())
-        assert fresh.num_blocks("w0") == index.num_blocks("w0")
-        for tokens in history:
-            keys = scheme.keys(tokens)
-            assert fresh.match(keys) == index.match(keys)
+    scheme = HashScheme("sha256_cbor", size)
+    cache = PrefixCache(40, scheme, replica="w0", generation="g1", policy=policy)
+    index = PrefixIndex()
+    history: list[list[int]] = [[]]
+    for step in range(300):
+        prompt = rng.choice(history)[: 15 * size] + [rng.randrange(9) for _ in range(rng.randrange(1, 3 * size))]
+        asked = chain(prompt, scheme=scheme)
+        limit = (len(prompt) - 1) // size
+        predicted = index.match(asked.keys[:limit]).get("w0", Depths(0, 0)).device
+        admission = cache.admit(step, asked, float(step))
+        assert admission is not None
+        assert admission.num_cached_tokens == predicted * size
+        cache.commit(step, len(prompt))
+        if cache.append(step, [rng.randrange(9) for _ in range(5)]):
+            cache.commit(step, len(asked) - 1)
+        cache.free(step, float(step))
+        history = [*history[-20:], list(asked.token_ids)]
+        taken = cache.take_events()
+        if taken is not None:
+            assert index.apply("w0", taken) is Outcome.APPLIED
+        index.check_invariants()
+        assert index.num_blocks("w0") == cache.num_cached_blocks
+    fresh = PrefixIndex()
+    fresh.load("w0", cache.snapshot())
+    assert fresh.num_blocks("w0") == index.num_blocks("w0")
+    for tokens in history:
+        keys = scheme.keys(tokens)
+        assert fresh.match(keys) == index.match(keys)
 
 
 REPLICAS = st.sampled_from(["w0", "w1", "w2"])

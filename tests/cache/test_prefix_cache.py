@@ -140,6 +140,18 @@ def test_under_slru_a_flood_between_two_hits_does_not_wash_a_hot_prefix_away() -
     assert kept == {"lru": 0, "slru": 20}
 
 
+def test_what_the_next_waiting_request_will_hit_is_not_evicted_for_another() -> None:
+    for renewed in (True, False):
+        cache = PrefixCache(9, SCHEME)
+        run(cache, "P", [1] * 12, now=1)
+        run(cache, "Q", [2] * 12, now=2)
+        if renewed:
+            cache.renew(chain([*[1] * 12, 0]), now=3)
+        run(cache, "other", [3] * 16, now=4)
+        kept = cache.match(chain([*[1] * 12, 0])), cache.match(chain([*[2] * 12, 0]))
+        assert kept == ((12, 4) if renewed else (4, 12))
+
+
 def test_preemption_is_counted_as_recompute_and_never_as_a_hit() -> None:
     cache = PrefixCache(20, SCHEME)
     cache.admit("a", chain(range(9)))
