@@ -21,6 +21,7 @@ from router.worker_client import is_serving
 log = logging.getLogger(__name__)
 
 MAX_STRIKES = 3
+_DEAD = "DEAD"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -151,8 +152,11 @@ class Controller:
             if answer.get("state") == "GONE":
                 self._let_go(worker)
             elif worker.health.observe(error, time.monotonic(), self._timing.start_timeout_s):
-                log.error("worker hangs, it is killed worker=%s error=%r", worker.spec.name, error)
-                ray.kill(worker.handle, no_restart=False)
+                log.error("worker is replaced worker=%s error=%r", worker.spec.name, error)
+                if answer.get("state") == _DEAD:  # Ray makes no new one when the first could not even be made
+                    worker.handle = self._launch_worker(worker.spec)
+                else:
+                    ray.kill(worker.handle, no_restart=False)
 
     def _let_go(self, worker: _Worker) -> None:
         """A worker that was drained wants to stay away: it is not started again."""
@@ -167,6 +171,9 @@ class Controller:
             answer: dict[str, Any] = ray.get(ping, timeout=0)
         except ray.exceptions.GetTimeoutError:
             return {}, f"no answer to ping within {self._timing.deadline_s:g} s"
+        except ray.exceptions.ActorDiedError as error:
+            ended_itself = "INTENDED_USER_EXIT" in str(error)  # Ray's word for exit_actor
+            return {"state": "GONE" if ended_itself else _DEAD}, f"its actor died: {error}"
         except ray.exceptions.RayError as error:
             return {}, f"ping failed: {type(error).__name__}"
         address = answer.get("address", "")

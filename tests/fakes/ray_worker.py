@@ -5,17 +5,21 @@ from __future__ import annotations
 import os
 import time
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import grpc
 import ray
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+from ray.actor import exit_actor
 
 from router.controller import WorkerSpec
 
 
 class RayWorker:
-    def __init__(self) -> None:
+    def __init__(self, needs: str | None = None) -> None:
+        if needs is not None and not Path(needs).exists():
+            raise FileNotFoundError(needs)
         self._server = grpc.server(ThreadPoolExecutor(2))
         servicer = health.HealthServicer()
         servicer.set("", health_pb2.HealthCheckResponse.SERVING)
@@ -31,8 +35,9 @@ class RayWorker:
 
     def drain(self) -> None:
         self._server.stop(None)
+        exit_actor()
 
 
 def launch(spec: WorkerSpec) -> Any:
     options = {"name": spec.name, "lifetime": "detached", "max_restarts": -1, "num_cpus": 0, "get_if_exists": True}
-    return ray.remote(RayWorker).options(**options).remote()
+    return ray.remote(RayWorker).options(**options).remote(spec.settings.get("needs"))

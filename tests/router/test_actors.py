@@ -114,3 +114,27 @@ def test_the_controller_replaces_a_worker_that_hangs(local_ray: None) -> None:
     ray.get(controller.set_workers.remote([]))
     assert ray.get(controller.report.remote()) == []
     ray.kill(controller)
+
+
+def test_a_drained_actor_stays_away_and_one_that_could_not_be_made_is_made_anew(
+    local_ray: None, tmp_path: Path
+) -> None:
+    from router.controller import WatchTiming, WorkerSpec, start_controller
+    from tests.fakes.ray_worker import launch
+
+    flag = tmp_path / "model"
+    specs = [WorkerSpec(name="drained"), WorkerSpec(name="broken", settings={"needs": str(flag)})]
+    timing = WatchTiming(period_s=0.2, deadline_s=1.0, start_timeout_s=1)
+    controller = start_controller(launch, specs, name="controller-2", timing=timing)
+
+    def report() -> dict[str, Any]:
+        return {one["name"]: one for one in ray.get(controller.report.remote())}
+
+    wait_for(lambda: report()["drained"]["is_serving"])
+    ray.get_actor("drained").drain.remote()
+    wait_for(lambda: "drained" not in report())
+    wait_for(lambda: report()["broken"]["restarts"] >= 1)
+    flag.touch()
+    wait_for(lambda: report()["broken"]["is_serving"])
+    ray.get(controller.set_workers.remote([]))
+    ray.kill(controller)
