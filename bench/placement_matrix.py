@@ -1,6 +1,6 @@
 """Placement rules over many loads, in virtual time: mean TTFT of each beside the best of its cell.
 
-    placement_matrix.py [--full] [--rules a,b] [--cells tenants] [--mooncake conversation_trace.jsonl] [--jobs 2]
+    python -P bench/placement_matrix.py [--full] [--rules a,b] [--cells tenants] [--mooncake TRACE] [--jobs 2]
 
 A cell is a load, a number of replicas, a cache size and a way to send: a closed loop with 4 requests in flight per
 replica, or an open one at a share of what the fleet sustains. Rules are the router's policies and, for comparison
@@ -17,6 +17,7 @@ import json
 import math
 import os
 import random
+import runpy
 import sys
 from array import array
 from collections.abc import Callable, Iterator, Sequence
@@ -25,12 +26,13 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from traces.tenants import tenants_load  # beside this file
-
 from cache.block_hash import HashScheme
 from router.policy import POLICIES, Ask, Candidate, Cost, Decision, Policy, marginal_costs
 from warmfront.replay.simulation import Outcome, Settings, open_loop_speed, oracle_hit_rate, simulate
 from warmfront.replay.trace import Job, Turn, name_blocks, read_trace
+
+# bench/ is no package and not on the path: cache.py in it would hide ours.
+tenants_load = runpy.run_path(str(Path(__file__).parent / "traces" / "tenants.py"))["tenants_load"]
 
 DECODE_S = 1e-4
 FIRST_SEED = 8
@@ -283,7 +285,7 @@ def main() -> None:
     parser.add_argument("--full", action="store_true", help="all cells, 5 tie seeds")
     parser.add_argument("--rules", help=f"of {', '.join(RULES)}")
     parser.add_argument("--cells", default="", help="only cells whose name contains this")
-    parser.add_argument("--mooncake", type=Path, default=os.environ.get("WARMFRONT_MOONCAKE_TRACE"))
+    parser.add_argument("--mooncake", type=Path, help="Mooncake's conversation_trace.jsonl")
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1)
     options = parser.parse_args()
     rules = options.rules.split(",") if options.rules else list(RULES)

@@ -47,7 +47,6 @@ class Settings:
     in_flight: int | None = None  # closed loop: so many requests at once; None: 4 per replica
     speed: float | None = None  # open loop: requests come as in the trace, so many times as fast
     num_routers: int = 1  # requests go to them in turn
-    share_delay_s: float = 0.01  # after which a router knows what another has sent where
     event_delay_s: float = 0.001  # from a replica's step to the routers' index
     heartbeat_s: float = 1.0
     seed: int = 0  # of ties and of random choices
