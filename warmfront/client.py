@@ -155,6 +155,7 @@ def _events(response: http.client.HTTPResponse) -> Iterator[dict[str, Any]]:
             if data == b"[DONE]":
                 return
             yield json.loads(data)
+    raise ConnectionError("it was not complete")
 
 
 def _take(answer: Answer, event: dict[str, Any], start: float, on_text: Callable[[str], None]) -> None:

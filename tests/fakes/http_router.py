@@ -23,7 +23,8 @@ class FakeRouter:
     seen: set[tuple[str, str]] = field(default_factory=set)
     drained: list[str] = field(default_factory=list)
     drains: bool = True  # whether a replica that is asked to drain ever leaves
-    break_after: int | None = None  # pieces of an answer before the connection is cut
+    break_after: int | None = None  # pieces of an answer before an error event
+    cut_after: int | None = None  # pieces of an answer before the connection is closed without a word
 
     def answer(self, body: dict[str, Any], prompt: str) -> tuple[list[str], dict[str, Any]]:
         self.bodies.append(body)
@@ -119,6 +120,8 @@ def fake_router() -> Iterator[FakeRouter]:
             for number, piece in enumerate(pieces):
                 if number == state.break_after:
                     self._event({"error": {"message": "replica w0 is gone"}})
+                    return
+                if number == state.cut_after:
                     return
                 last = number == len(pieces) - 1
                 self._event({"choices": [{**choice(piece), "index": 0, "finish_reason": "length" if last else None}]})

@@ -42,6 +42,9 @@ def test_an_error_of_the_router_is_one_line_and_its_exit_code_says_whose_fault(c
     router.break_after = 1
     broken = cli(*arguments, "--max-tokens", "3", stdin="one two three")
     assert (broken.exit_code, "broke off: replica w0 is gone" in broken.err) == (1, True)
+    router.break_after, router.cut_after = None, 1
+    cut = cli(*arguments, "--max-tokens", "3", stdin="one two three")
+    assert (cut.exit_code, "closed the connection in mid-answer" in cut.err) == (1, True)
 
 
 @pytest.mark.parametrize("command", [("status",), ("chat",), ("compare",), ("drain", "w0"), ("generate",)])

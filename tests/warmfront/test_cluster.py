@@ -168,6 +168,35 @@ def test_a_worker_that_cannot_start_ends_up_with_its_reason(temp_root: Path, tmp
     assert all_run_dirs() == []
 
 
+def test_a_second_signal_does_not_wait_for_what_runs(temp_root: Path, tmp_path: Path) -> None:
+    slow = ("--decode-time", "60s", "--drain-deadline", "1h", "--request-timeout", "1h")
+    with started(tmp_path, "--without-ray", "--replicas", "1", *slow) as up:
+        http = up.wait_ready().ready["http"]
+        asking = [
+            sys.executable,
+            "-m",
+            "warmfront",
+            "generate",
+            "--url",
+            http,
+            "--max-tokens",
+            "100",
+            "--prompt-file",
+            "-",
+        ]
+        with subprocess.Popen(asking, stdin=subprocess.PIPE, stderr=subprocess.DEVNULL) as client:
+            assert client.stdin is not None
+            client.stdin.write(b"a long story")
+            client.stdin.close()
+            replicas = Client(http)
+            wait_for(lambda: sum(one["running"] for one in replicas.get("/v1/replicas")["replicas"]), "a request")
+            up.process.send_signal(signal.SIGTERM)
+            wait_for(lambda: "draining, 1 requests are running" in up.err.read_text(), "the drain")
+            assert up.stop() == 0
+            assert client.wait(timeout=GUARD_S) == 1
+        up.assert_nothing_is_left()
+
+
 def test_a_start_that_takes_too_long_ends_with_3(temp_root: Path, tmp_path: Path) -> None:
     with started(tmp_path, "--without-ray", "--start-deadline", "100ms") as up:
         assert up.process.wait(timeout=GUARD_S) == 3
