@@ -283,6 +283,12 @@ def pack_keys(hashes: Iterable[BlockHash]) -> array[int]:
     return keys
 
 
+def num_token_ids(token_ids: TokenIds) -> int:
+    """How many tokens these are, in any accepted form."""
+    is_packed = isinstance(token_ids, (bytes, bytearray, memoryview))
+    return len(token_ids) // 4 if is_packed else len(token_ids)
+
+
 def as_token_array(token_ids: TokenIds) -> npt.NDArray[np.int32]:
     """Token ids of any accepted form as int32, checked; ``ValueError`` for an id below 0 or above 2**31 - 1."""
     if isinstance(token_ids, np.ndarray):

@@ -23,7 +23,7 @@ from typing import Any, Literal, NamedTuple, TypeAlias
 
 import numpy as np
 
-from cache.block_hash import ROOT_KEY, BlockChain, BlockHash, ExtraKeys, HashScheme, TokenIds, as_token_array
+from cache.block_hash import ROOT_KEY, BlockChain, BlockHash, ExtraKeys, HashScheme, TokenIds, num_token_ids
 from cache.block_pool import BlockIds, BlockPool
 from cache.events import Cleared, Event, EventBatch, RemovalReason, Removed, Snapshot, Stored
 from cache.history import Eviction, EvictionHistory
@@ -275,6 +275,8 @@ class PrefixCache:
         looks_inside = reuse and self._fronts is not None
         source, num_copied = self._front_to_copy(chain, num_hit, num_left) if looks_inside else (0, 0)
         self._count(request_id, chain, num_hit, num_copied, synthetic)
+        if reuse and self.enabled and not synthetic and num_hit < _max_hit_blocks(chain):
+            self._count_miss(chain, num_hit)
 
         self._pool.use(hits)
         self._was_hit[hits] = True
@@ -301,11 +303,11 @@ class PrefixCache:
     def append(self, request_id: RequestId, token_ids: TokenIds, now: float = 0.0) -> bool:
         """Extend the request's chain by output tokens, with new blocks as they begin; False (no change) when short."""
         running = self._running[request_id]
-        tokens = as_token_array(token_ids)
-        num_new = -(-(len(running.chain) + len(tokens)) // self.scheme.block_size) - len(running.block_ids)
+        num_tokens = len(running.chain) + num_token_ids(token_ids)
+        num_new = -(-num_tokens // self.scheme.block_size) - len(running.block_ids)
         if num_new > self._pool.num_idle:
             return False
-        running.chain.extend(tokens)
+        running.chain.extend(token_ids)
         if num_new > 0:
             self._pass_time(now)
             running.block_ids += self._take(num_new, request_id)
@@ -739,10 +741,11 @@ class PrefixCache:
             stats.num_query_tokens += num_tokens
             stats.num_hit_tokens += num_cached
             stats.num_copied_tokens += num_copied
-            if num_hit < _max_hit_blocks(chain):
-                stats.num_misses += 1
-                stats.num_misses_at_root += not num_hit
-                stats.num_misses_of_evicted += self._history.find(chain.keys[num_hit]) is not None
+
+    def _count_miss(self, chain: BlockChain, num_hit: int) -> None:
+        self.stats.num_misses += 1
+        self.stats.num_misses_at_root += not num_hit
+        self.stats.num_misses_of_evicted += self._history.find(chain.keys[num_hit]) is not None
 
 
 def _max_hit_blocks(chain: BlockChain) -> int:
