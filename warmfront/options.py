@@ -117,13 +117,27 @@ PORT = click.IntRange(0, 65535)
 COUNT = click.IntRange(min=0)
 FILE = click.Path(path_type=Path)
 
-FLAGS: tuple[Flag, ...] = (
+# Section titles of --help stand between the flags.
+_TABLE: tuple[Flag | str, ...] = (
+    "Model",
     Flag("model", FILE, "Hugging Face folder or GGUF file. Default: the packaged SmolLM2."),
     Flag("served-model-name", str, "The name that clients ask for. Default: the model's own."),
     Flag("engine", click.Choice(["model", "simulated"]), "simulated: no model, all else real; for load tests."),
+    "Cluster",
     Flag("replicas", click.IntRange(1, 64), "Workers to start."),
     Flag("routers", click.IntRange(1, 16), "Routers to start; they share the HTTP and gRPC ports."),
     Flag("without-ray", click.BOOL, "Plain child processes instead of a local Ray cluster."),
+    Flag("ready-file", FILE, "Write addresses, replicas and process ids there (JSON, mode 600) once all is ready."),
+    Flag("log-dir", FILE, "Keep logs there. Default: in the run directory, which goes with the cluster."),
+    Flag("start-deadline", Duration(), "Give up when not every replica is ready after this.", "start_deadline_s"),
+    "Fleet",
+    Flag("fleet", str, "Name of the set of replicas that may answer for each other."),
+    Flag(
+        "redis", str, "redis:// or rediss:// URL. `up` embeds a Valkey where it is absent.", "redis_url", mask=mask_url
+    ),
+    Flag("replica-id", str, "The name under which this worker registers; a restart keeps it."),
+    Flag("router-id", str, "The name under which this router publishes its load."),
+    "Addresses and access",
     Flag("http-port", PORT, "Port of the OpenAI HTTP API; 0 takes any free one."),
     Flag("grpc-port", PORT, "Port of the gRPC API; 0 takes any free one."),
     Flag(
@@ -131,15 +145,6 @@ FLAGS: tuple[Flag, ...] = (
         PORT,
         "Port of /metrics, 0 for any free one. `up`: one each, routers first. Default: off.",
     ),
-    Flag("ready-file", FILE, "Write addresses, replicas and process ids there (JSON, mode 600) once all is ready."),
-    Flag("log-dir", FILE, "Keep logs there. Default: in the run directory, which goes with the cluster."),
-    Flag("start-deadline", Duration(), "Give up when not every replica is ready after this.", "start_deadline_s"),
-    Flag("fleet", str, "Name of the set of replicas that may answer for each other."),
-    Flag(
-        "redis", str, "redis:// or rediss:// URL. `up` embeds a Valkey where it is absent.", "redis_url", mask=mask_url
-    ),
-    Flag("replica-id", str, "The name under which this worker registers; a restart keeps it."),
-    Flag("router-id", str, "The name under which this router publishes its load."),
     Flag("listen", str, "Address to listen on."),
     Flag("port", PORT, "Port to listen on; 0 takes any free one."),
     Flag("advertise", str, "Host or host:port that routers use, where it differs from the one listened on."),
@@ -150,7 +155,9 @@ FLAGS: tuple[Flag, ...] = (
     Flag("tls-client-ca", str, "Ask clients for a certificate of this authority."),
     Flag("reuse-port", click.BOOL, "Share the public ports with other routers of this machine."),
     Flag("trust-tenant-header", click.BOOL, "Take x-warmfront-tenant from the client."),
+    "Placement",
     Flag("policy", click.Choice(POLICIES), "How a replica is chosen."),
+    "Prefix cache",
     Flag("enable-prefix-caching", bool, "Keep and reuse the KV of prompts seen before."),
     Flag(
         "prefix-caching-hash-algo",
@@ -168,6 +175,7 @@ FLAGS: tuple[Flag, ...] = (
     Flag("block-size", click.IntRange(8, 256), "Tokens per KV block."),
     Flag("token-reuse", bool, "Reuse the front of a block that matches only in part."),
     Flag("token-reuse-min", click.IntRange(min=1), "Tokens that are worth a copy at least."),
+    "Memory and arithmetic",
     Flag(
         "gpu-memory-utilization",
         click.FloatRange(0.05, 1),
@@ -181,12 +189,14 @@ FLAGS: tuple[Flag, ...] = (
     Flag("device", str, "auto, cpu, cuda or cuda:N."),
     Flag("attention", str, "Attention backend."),
     Flag("mode", click.Choice(["fast", "deterministic"]), "deterministic: warm and cold give the same bits (CPU)."),
+    "Limits",
     Flag(
         "max-num-batched-tokens", click.IntRange(min=1), "Tokens per engine step. Default: 512 on a CPU, 8192 on CUDA."
     ),
     Flag("max-num-seqs", click.IntRange(min=1), "Requests computed at once."),
     Flag("max-model-len", click.IntRange(min=2), "Prompt and output together, in tokens. Default: the model's."),
     Flag("max-queue", COUNT, "Requests waiting at most; above it clients get 429."),
+    "Simulated engine",
     Flag(
         "prefill-tokens-per-s",
         click.FloatRange(0, min_open=True),
@@ -195,6 +205,7 @@ FLAGS: tuple[Flag, ...] = (
     Flag("decode-time", Duration(), "Simulated engine: of a step in which answers grow.", "decode_time_s"),
     Flag("time-scale", click.FloatRange(0, min_open=True), "Simulated engine: all takes so many times as long."),
     Flag("fault", str, "Simulated engine: die:TOKENS, hang:TOKENS, error:SHARE, lag:200ms, with commas between."),
+    "Time",
     Flag("heartbeat", Duration(), "How often a worker renews its lease.", "heartbeat_s"),
     Flag("lease", Duration(), "A replica without a heartbeat for this long is gone.", "lease_s"),
     Flag(
@@ -204,6 +215,7 @@ FLAGS: tuple[Flag, ...] = (
         "drain_deadline_s drain_timeout_s",
     ),
     Flag("request-timeout", Duration(), "A request that runs longer is cut.", "request_timeout_s"),
+    "Other",
     Flag("max-body-bytes", click.IntRange(min=1024), "Largest HTTP body; above it clients get 413."),
     Flag("continue-streams", bool, "Move a stream whose worker died to another replica."),
     Flag("log-json", click.BOOL, "Logs as JSON lines."),
@@ -211,6 +223,7 @@ FLAGS: tuple[Flag, ...] = (
     Flag("compat-metrics", click.BOOL, "Export the worker's metrics under vLLM's and SGLang's names too."),
 )
 
+FLAGS = tuple(entry for entry in _TABLE if isinstance(entry, Flag))
 BY_PARAM = {flag.param: flag for flag in FLAGS}
 CONFIGS: dict[str, tuple[type[Any], ...]] = {
     "up": (UpConfig, WorkerConfig, RouterConfig),
@@ -238,6 +251,25 @@ def default_of(flag: Flag, command: str) -> Any:
             if field.name in flag.fields and field.default is not dataclasses.MISSING:
                 return format_duration(field.default) if isinstance(flag.type, Duration) else field.default
     return None
+
+
+class SectionedCommand(click.Command):
+    """A command whose ``--help`` has the sections of the table."""
+
+    def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """Writes each section that has flags of this command, then what stands in no table."""
+        records = {param.name: param.get_help_record(ctx) for param in self.get_params(ctx)}
+        sections: dict[str, list[tuple[str, str]]] = {}
+        title = ""
+        for entry in (*_TABLE, "General"):
+            if isinstance(entry, str):
+                title = entry
+            elif record := records.pop(entry.param, None):
+                sections.setdefault(title, []).append(record)
+        sections[title] = [record for record in records.values() if record]
+        for title, rows in sections.items():
+            with formatter.section(title):
+                formatter.write_dl(rows)
 
 
 def with_options(command: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:

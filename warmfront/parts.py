@@ -10,11 +10,11 @@ import click
 
 from router.config import RouterConfig
 from warmfront.errors import WrongUse
-from warmfront.options import fill, flags_of, shown, source_of, with_options
+from warmfront.options import SectionedCommand, fill, flags_of, shown, source_of, with_options
 from worker.config import WorkerConfig
 
 
-@click.command()
+@click.command(cls=SectionedCommand)
 @with_options("router")
 def router(**params: Any) -> int:
     """Run one router in the foreground until SIGTERM, which lets running streams end."""
@@ -25,7 +25,7 @@ def router(**params: Any) -> int:
     return run_router(config)
 
 
-@click.command()
+@click.command(cls=SectionedCommand)
 @with_options("worker")
 @click.option("--plan", is_flag=True, help="Print what fits into the memory, and end.")
 @click.option("--count", type=click.IntRange(1, 256), default=1, help="So many simulated replicas in this process.")

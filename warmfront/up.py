@@ -24,7 +24,7 @@ from router.config import RouterConfig
 from warmfront.client import Client
 from warmfront.console import Progress, stderr
 from warmfront.errors import DeadlinePassed, Failure, WrongUse
-from warmfront.options import UpConfig, fill, flags_of, format_duration, mask_url, with_options
+from warmfront.options import SectionedCommand, UpConfig, fill, flags_of, format_duration, mask_url, with_options
 from warmfront.processes import tail
 from warmfront.run_dir import RUN_DIR_ENV, Process, RunDir, write_private
 from warmfront.store import EmbeddedValkey, check_redis, free_port
@@ -61,7 +61,7 @@ class Parts(Protocol):
         ...
 
 
-@click.command()
+@click.command(cls=SectionedCommand)
 @with_options("up")
 def up(**params: Any) -> None:
     """Run a cluster on this machine, in the foreground: routers, workers, and a Valkey unless --redis names a server.
