@@ -33,7 +33,7 @@ class _Chunk:
 class _DecodeGroup:
     """One row each of sequences of similar length."""
 
-    rows: Tensor  # [sequences]
+    rows: Tensor | None  # [sequences]; None: all rows of the batch, in order
     gather: Tensor  # rows of the store, one per (sequence, KV head, key); sequences are padded to the longest
     penalty: Tensor  # [sequences * kv_heads, 1, keys], 0 where a row may look, -inf elsewhere
 
@@ -69,7 +69,7 @@ class TiledAttention:
             # Padding to the longest wastes reads, a call of its own wastes time: so a factor of 1.25 or 128 keys.
             limit = max(singles[0].num_keys * 5 // 4, singles[0].num_keys + 128)
             count = sum(1 for span in singles if span.num_keys <= limit)
-            groups.append(self._plan_group(singles[:count]))
+            groups.append(self._plan_group(singles[:count], num_rows))
             singles = singles[count:]
         largest = max(
             [chunk.gather.numel() for chunk in chunks] + [group.gather.numel() for group in groups], default=0
@@ -83,8 +83,9 @@ class TiledAttention:
         gather = self._rows_of(torch.tensor(span.block_ids[:used]), span.num_keys)
         return _Chunk(span.first_row, span.num_rows, span.num_keys, gather.to(self._device))
 
-    def _plan_group(self, spans: Sequence[Span]) -> _DecodeGroup:
+    def _plan_group(self, spans: Sequence[Span], num_rows: int) -> _DecodeGroup:
         longest = spans[-1].num_keys
+        spans = sorted(spans, key=lambda span: span.first_row)
         num_blocks = -(-longest // len(self._offsets))
         table = torch.full((len(spans), num_blocks), SCRATCH_BLOCK, dtype=torch.int64)
         for row, span in enumerate(spans):
@@ -94,9 +95,8 @@ class TiledAttention:
         hidden = torch.arange(longest)[None, :] >= lengths[:, None]
         penalty = torch.zeros(hidden.shape, dtype=self._dtype).masked_fill_(hidden, _MASKED)
         penalty = penalty.repeat_interleave(self._num_kv_heads, dim=0)[:, None]
-        rows = torch.tensor([span.first_row for span in spans])
-        gather = self._rows_of(table, longest)
-        return _DecodeGroup(rows.to(self._device), gather.to(self._device), penalty.to(self._device))
+        rows = None if len(spans) == num_rows else torch.tensor([span.first_row for span in spans]).to(self._device)
+        return _DecodeGroup(rows, self._rows_of(table, longest).to(self._device), penalty.to(self._device))
 
     def _rows_of(self, block_ids: Tensor, num_keys: int) -> Tensor:
         """Rows of the store as ``[tokens * kv_heads, head_dim]``, head by head: ``[..., kv_heads, keys]``, flat."""
@@ -107,9 +107,12 @@ class TiledAttention:
         """See ``AttentionBackend.attend``."""
         num_rows, num_heads, head_dim = queries.shape
         queries = queries * head_dim**-0.5
-        out = queries.new_empty(num_rows, num_heads * head_dim)
         keys, values = keys.view(-1, head_dim), values.view(-1, head_dim)
+        if plan.groups and plan.groups[0].rows is None:
+            return self._decode(queries, keys, values, plan.groups[0])
+        out = queries.new_empty(num_rows, num_heads * head_dim)
         for group in plan.groups:
+            assert group.rows is not None
             answer = self._decode(queries.index_select(0, group.rows), keys, values, group)
             out.index_copy_(0, group.rows, answer)
         for chunk in plan.chunks:

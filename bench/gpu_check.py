@@ -1,0 +1,280 @@
+"""What a CUDA machine must show before anybody says that warmfront runs on CUDA. At most six minutes.
+
+    python bench/gpu_check.py [--quick] [--device cuda]
+
+Checks every attention backend against the definition of attention and the whole model against the float32 CPU run,
+then prints the table of ``bench/engine.py`` for a random model of 1B shape (Llama 3.2) beside the floors that bandwidth
+and FLOP/s set. One JSON line each; the exit code is 1 when a check fails. Needs torch, numpy and, for the paged kernel,
+triton: no ray, redis, cbor2, gguf or tokenizer. With ``TRITON_INTERPRET=1 --device cpu --quick`` the checks alone run
+in Triton's interpreter.
+"""
+
+import argparse
+import json
+import math
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from worker.attention import Span, make_backend
+from worker.batch import SamplingParams, SequenceSlice, StepBatch
+from worker.loading import LoadedModel
+from worker.model_runner import ModelRunner
+from worker.models.config import ModelConfig, RopeConfig
+
+GREEDY = SamplingParams(temperature=0)
+BLOCK_SIZE = 16
+SMALL = ModelConfig(
+    architecture="LlamaForCausalLM",
+    num_layers=4,
+    hidden_size=256,
+    intermediate_size=512,
+    num_heads=8,
+    num_kv_heads=2,
+    head_dim=32,
+    vocab_size=1000,
+    max_context=2048,
+    rms_norm_eps=1e-5,
+    tie_word_embeddings=True,
+)
+BILLION = replace(
+    SMALL,
+    num_layers=16,
+    hidden_size=2048,
+    intermediate_size=8192,
+    num_heads=32,
+    num_kv_heads=8,
+    head_dim=64,
+    vocab_size=128_256,
+    max_context=8192,
+    rope=RopeConfig(theta=500_000.0),
+)
+CASES: dict[str, list[tuple[int, int]]] = {  # (rows, keys) of each sequence
+    "decode": [(1, 1), (1, 17), (1, 700), (1, 64)],
+    "prefill": [(130, 130)],
+    "chunk on warm blocks": [(33, 500)],
+    "mixed": [(1, 90), (40, 40), (3, 257), (1, 16)],
+}
+
+
+def random_weights(config: ModelConfig, dtype: torch.dtype, device: torch.device) -> LoadedModel:
+    generator = torch.Generator(device=device).manual_seed(1)
+    q_width, kv_width = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
+    hidden, inner = config.hidden_size, config.intermediate_size
+    shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (config.vocab_size, hidden)}
+    for layer in range(config.num_layers):
+        prefix = f"model.layers.{layer}."
+        shapes |= {
+            f"{prefix}self_attn.q_proj.weight": (q_width, hidden),
+            f"{prefix}self_attn.k_proj.weight": (kv_width, hidden),
+            f"{prefix}self_attn.v_proj.weight": (kv_width, hidden),
+            f"{prefix}self_attn.o_proj.weight": (hidden, q_width),
+            f"{prefix}mlp.gate_proj.weight": (inner, hidden),
+            f"{prefix}mlp.up_proj.weight": (inner, hidden),
+            f"{prefix}mlp.down_proj.weight": (hidden, inner),
+        }
+    weights = {
+        name: torch.randn(shape, generator=generator, device=device).mul_(shape[-1] ** -0.5).to(dtype)
+        for name, shape in shapes.items()
+    }
+    norms = [
+        f"model.layers.{n}.{part}_layernorm.weight"
+        for n in range(config.num_layers)
+        for part in ("input", "post_attention")
+    ]
+    weights |= {name: torch.ones(hidden, dtype=dtype, device=device) for name in [*norms, "model.norm.weight"]}
+    num_bytes = sum(weight.numel() * weight.element_size() for weight in weights.values())
+    return LoadedModel(
+        path=Path("random"), config=config, weights=weights, weight_bytes=num_bytes, dtype=dtype, device=device
+    )
+
+
+def by_definition(queries: Tensor, keys: Tensor, values: Tensor, span: Span) -> Tensor:
+    """Attention of one sequence in float64, ``[rows, heads * head_dim]``."""
+    blocks = torch.tensor(list(span.block_ids), device=keys.device)
+    k, v = (store[blocks].flatten(0, 1)[: span.num_keys].double() for store in (keys, values))
+    group = queries.shape[1] // k.shape[1]
+    k, v = k.repeat_interleave(group, dim=1), v.repeat_interleave(group, dim=1)
+    q = queries[span.first_row : span.first_row + span.num_rows].double()
+    scores = torch.einsum("rhd,khd->hrk", q, k) / math.sqrt(q.shape[-1])
+    last = torch.arange(span.num_rows, device=q.device)[:, None] + span.num_keys - span.num_rows
+    hidden = torch.arange(span.num_keys, device=q.device)[None, :] > last
+    shares = torch.softmax(scores.masked_fill(hidden, float("-inf")), dim=-1)
+    return torch.einsum("hrk,khd->rhd", shares, v).flatten(1)
+
+
+def check_backends(names: Sequence[str], dtypes: Sequence[torch.dtype], device: torch.device) -> bool:
+    sound = True
+    for name in names:
+        for dtype in dtypes:
+            for heads, kv_heads, head_dim in ((8, 2, 64), (4, 4, 128), (8, 1, 80)):
+                worst = max(
+                    _attention_error(name, dtype, device, heads, kv_heads, head_dim, case) for case in CASES.values()
+                )
+                limit = 2e-5 if dtype == torch.float32 else 2e-2
+                sound &= worst <= limit
+                emit(
+                    f"attention {name} {dtype} {heads}/{kv_heads} heads of {head_dim}",
+                    "max abs error",
+                    value=worst,
+                    limit=limit,
+                )
+    return sound
+
+
+def _attention_error(
+    name: str,
+    dtype: torch.dtype,
+    device: torch.device,
+    heads: int,
+    kv_heads: int,
+    head_dim: int,
+    case: list[tuple[int, int]],
+) -> float:
+    torch.manual_seed(3)
+    keys, values = (torch.randn(160, BLOCK_SIZE, kv_heads, head_dim).to(device, dtype) for _ in range(2))
+    free = (torch.randperm(159) + 1).tolist()
+    spans, row = [], 0
+    for num_rows, num_keys in case:
+        spans.append(Span(row, num_rows, num_keys, [free.pop() for _ in range(-(-num_keys // BLOCK_SIZE))]))
+        row += num_rows
+    queries = torch.randn(row, heads, head_dim).to(device, dtype)
+    backend: Any = make_backend(
+        name,
+        deterministic=False,
+        block_size=BLOCK_SIZE,
+        num_heads=heads,
+        num_kv_heads=kv_heads,
+        head_dim=head_dim,
+        dtype=dtype,
+        device=device,
+    )
+    out = backend.attend(queries, keys, values, backend.plan(spans, row))
+    wanted = torch.cat([by_definition(queries, keys, values, span) for span in spans])
+    return float((out.double() - wanted).abs().max())
+
+
+def check_model(names: Sequence[str], device: torch.device) -> bool:
+    """Logits of a small model on ``device`` against the CPU, whole, in chunks and with decode rows."""
+    sound, prompt = True, [(index * 7 + index * index) % 1000 for index in range(100)]
+    batches = [[(0, 60)], [(60, 97)], [(97, 98)], [(98, 100)]]
+
+    def logits(runner: ModelRunner) -> Tensor:
+        parts = [
+            runner.all_logits(StepBatch(slices=[_slice(prompt[start:stop], start, range(1, 20), None)]))
+            for ((start, stop),) in batches
+        ]
+        return torch.cat(parts).cpu()
+
+    cpu = torch.device("cpu")
+    wanted = logits(ModelRunner(random_weights(SMALL, torch.float32, cpu), num_blocks=20, block_size=BLOCK_SIZE))
+    for name in names:
+        loaded = random_weights(SMALL, torch.float32, cpu)  # CUDA draws other random numbers
+        moved = replace(loaded, device=device, weights={key: one.to(device) for key, one in loaded.weights.items()})
+        error = float(
+            (logits(ModelRunner(moved, num_blocks=20, block_size=BLOCK_SIZE, attention=name)) - wanted).abs().max()
+        )
+        sound &= error <= 1e-3
+        emit(f"model logits {name} float32", "max abs error", value=error, limit=1e-3)
+    return sound
+
+
+def figures(names: Sequence[str], device: torch.device) -> None:
+    size = 8192
+    a = torch.randn(size, size, device=device, dtype=torch.bfloat16)
+    flops = 2 * size**3 / timed(lambda: a @ a, device)
+    big = torch.ones(2**28, device=device, dtype=torch.bfloat16)
+    bandwidth = big.numel() * 2 / timed(lambda: big.sum(), device)
+    emit("floor: bf16 matmul 8192", "TFLOP/s", value=flops / 1e12)
+    emit("floor: memory read", "GB/s", value=bandwidth / 1e9)
+    for name in names:
+        _figures_of(name, device, flops, bandwidth)
+        torch.cuda.empty_cache()
+
+
+def _figures_of(name: str, device: torch.device, flops: float, bandwidth: float) -> None:
+    prompt = [(index * 31 + index * index) % 128_000 for index in range(4096)]
+    loaded = random_weights(BILLION, torch.bfloat16, device)
+    weight_bytes, kv_bytes = loaded.weight_bytes, BILLION.kv_bytes_per_token(2)
+    runner = ModelRunner(loaded, num_blocks=4200, block_size=BLOCK_SIZE, attention=name)
+    for length in (512, 2048, 4096):
+        blocks, floor = range(1, 300), 2 * BILLION.num_parameters * length / flops
+        took = timed(lambda: _prefill(runner, prompt[:length], 0, blocks), device)  # noqa: B023
+        emit(f"{name}: TTFT cold {length}", "ms", value=took * 1e3, floor=floor * 1e3, ratio=took / floor)
+        took = timed(lambda: _prefill(runner, prompt[:length], length - 32, blocks), device)  # noqa: B023
+        emit(f"{name}: TTFT warm {length}", "ms", value=took * 1e3)
+    for count in (1, 8, 32, 128):
+        tables = [range(1 + 32 * index, 33 + 32 * index) for index in range(count)]
+        step = StepBatch(slices=[_slice([5], 480, table, GREEDY) for table in tables])
+        took = timed(lambda: runner.execute(step), device)  # noqa: B023
+        floor = (weight_bytes + count * 481 * kv_bytes) / bandwidth
+        emit(
+            f"{name}: decode batch {count}, context 480",
+            "tokens/s",
+            value=count / took,
+            floor=count / floor,
+            ratio=floor / took,
+        )
+
+
+def _prefill(runner: ModelRunner, prompt: Sequence[int], num_cached: int, blocks: Sequence[int]) -> None:
+    for start in range(num_cached, len(prompt), 2048):
+        chunk = prompt[start : start + 2048]
+        sampling = GREEDY if start + len(chunk) == len(prompt) else None
+        runner.execute(StepBatch(slices=[_slice(chunk, start, blocks, sampling)]))
+
+
+def _slice(
+    token_ids: Sequence[int], start: int, blocks: Sequence[int], sampling: SamplingParams | None
+) -> SequenceSlice:
+    return SequenceSlice(request_id="", token_ids=token_ids, start=start, block_ids=blocks, sampling=sampling)
+
+
+def timed(work: Callable[[], Any], device: torch.device) -> float:
+    """Seconds of the best of five, after two rounds for compilation."""
+    times = []
+    for _ in range(7):
+        torch.cuda.synchronize(device)
+        begin = time.perf_counter()
+        work()
+        torch.cuda.synchronize(device)
+        times.append(time.perf_counter() - begin)
+    return min(times[2:])
+
+
+def emit(figure: str, unit: str, **values: float) -> None:
+    print(
+        json.dumps({"figure": figure, "unit": unit} | {key: float(f"{one:.4g}") for key, one in values.items()}),
+        flush=True,
+    )
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--device", default="cuda")
+    parser.add_argument("--quick", action="store_true", help="the checks without the table")
+    options = parser.parse_args()
+    device = torch.device(options.device)
+    names = ["sdpa", "tiled", "triton"]
+    dtypes = [torch.float32, torch.bfloat16] if device.type == "cuda" else [torch.float32]
+    print(
+        json.dumps(
+            {"device": torch.cuda.get_device_name() if device.type == "cuda" else "cpu", "torch": torch.__version__}
+        )
+    )
+    sound = check_backends(names, dtypes, device)
+    sound &= check_model(names, device)
+    if not options.quick and device.type == "cuda":
+        figures(["sdpa", "triton"], device)
+    print(json.dumps({"passed": sound}))
+    return 0 if sound else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
