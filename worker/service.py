@@ -113,7 +113,10 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
             engine, request = self._accept(message, context)
             await self._answer(engine, request, context)
         except _EXPECTED as error:
-            await context.abort(status_of(error), str(error))
+            status = status_of(error)
+            if status is grpc.StatusCode.INTERNAL:
+                logger.error("request=%s failed: %s", message.request_id, error)
+            await context.abort(status, str(error))
         finally:
             self.num_requests -= 1
             if not self.num_requests:
