@@ -29,19 +29,16 @@ class ChainMemo:
 
     def keys(self, token_ids: bytes, cache_salt: str = "") -> array[int]:
         """Keys of the full blocks of packed little-endian uint32 ids. ``ValueError`` for an id above 2**31 - 1."""
-        chunks = self._chunks
         parent, salt = self._scheme.root, cache_salt  # a salt stands in block 0 alone
         keys = array("Q")
         end = len(token_ids) - len(token_ids) % (4 * self._scheme.block_size)
         for start in range(0, end, self._chunk_bytes):  # the last chunk may be shorter
             name = (parent, salt, token_ids[start : min(start + self._chunk_bytes, end)])
-            known = chunks.get(name)
+            known = self._chunks.get(name)
             if known is None:
-                known = chunks[name] = self._hashed(name[2], salt, parent)
-                if len(chunks) > self._max_chunks:
-                    chunks.popitem(last=False)
-            else:
-                chunks.move_to_end(name)
+                keys += self._learn(token_ids[start:end], salt, parent)
+                break
+            self._chunks.move_to_end(name)
             keys += known[0]
             parent, salt = known[1], ""
         return keys
@@ -49,9 +46,18 @@ class ChainMemo:
     def __len__(self) -> int:
         return len(self._chunks)
 
-    def _hashed(self, token_ids: bytes, salt: str, parent: BlockHash) -> tuple[array[int], BlockHash]:
+    def _learn(self, token_ids: bytes, salt: str, parent: BlockHash) -> array[int]:
+        """Hash whole blocks in one go, and keep them by chunks."""
         scheme = self._scheme
         extra = extra_keys(len(token_ids) // 4, scheme.block_size, cache_salt=salt) if salt else None
         hashes = list(scheme.iter_hashes(token_ids, extra, parent))
         self.num_hashed_blocks += len(hashes)
-        return pack_keys(hashes), hashes[-1]
+        keys = pack_keys(hashes)
+        for number, start in enumerate(range(0, len(token_ids), self._chunk_bytes)):
+            first, last = number * _CHUNK_BLOCKS, (number + 1) * _CHUNK_BLOCKS
+            chunk = (keys[first:last], hashes[first:last][-1])
+            self._chunks[parent, salt, token_ids[start : start + self._chunk_bytes]] = chunk
+            parent, salt = chunk[1], ""
+        while len(self._chunks) > self._max_chunks:
+            self._chunks.popitem(last=False)
+        return keys

@@ -29,7 +29,7 @@ log = logging.getLogger(__name__)
 _FIELD = b"b"
 _READ_COUNT = 256  # batches of one stream per read
 _READ_BLOCK_MS = 100  # also how late a new feed is noticed
-_MAX_LOADS_AT_ONCE = 4
+_MAX_LOADS_AT_ONCE = 8
 _FIRST_RETRY_S, _LAST_RETRY_S = 0.1, 2.0
 _ENOUGH_TRIES = 5  # a router whose Redis never holds a snapshot serves all the same
 _MAX_SKIPPED_EVENTS = 1 << 20
@@ -138,8 +138,8 @@ class IndexMirror:
         pause_s = _FIRST_RETRY_S
         while not self._is_stopped:
             try:
-                await self._load_due()
-                await self._read_streams()
+                are_more_due = await self._load_due()
+                await self._read_streams(1 if are_more_due else _READ_BLOCK_MS)
                 self.online = True
                 pause_s = _FIRST_RETRY_S
             except (RedisError, OSError) as error:
@@ -149,11 +149,13 @@ class IndexMirror:
                 await asyncio.sleep(pause_s * self._rng.uniform(0.5, 1.5))
                 pause_s = min(2 * pause_s, 1.0)
 
-    async def _load_due(self) -> None:
+    async def _load_due(self) -> bool:
+        """Look for some of the snapshots that are needed now; whether others are left."""
         now = time.monotonic()
         due = [feed for feed in self._feeds.values() if feed.is_due and feed.load_at_s <= now]
         due.sort(key=lambda feed: feed.load_at_s)
         await asyncio.gather(*(self._load(feed) for feed in due[:_MAX_LOADS_AT_ONCE]))
+        return len(due) > _MAX_LOADS_AT_ONCE
 
     async def _load(self, feed: _Feed) -> None:
         """Take the snapshot if it is from after what is missing; else ask the replica for a new one, and wait."""
@@ -188,14 +190,14 @@ class IndexMirror:
             log.warning("bad snapshot replica=%s error=%r", feed.replica, str(error))
             return None
 
-    async def _read_streams(self) -> None:
+    async def _read_streams(self, block_ms: int) -> None:
         feeds = {self._keys.events(f.replica, f.generation).encode(): f for f in self._feeds.values() if f.is_loaded}
         if not feeds:
-            await asyncio.sleep(_READ_BLOCK_MS / 1000)
+            await asyncio.sleep(block_ms / 1000)
             await self._client.ping()
             return
         cursors: Any = {stream: f"{self.index.last_seq(feed.replica)}-0" for stream, feed in feeds.items()}
-        reply: Any = await self._client.xread(cursors, count=_READ_COUNT, block=_READ_BLOCK_MS)
+        reply: Any = await self._client.xread(cursors, count=_READ_COUNT, block=block_ms)
         for stream, entries in reply or ():
             feed = feeds[stream]
             if self._feeds.get(feed.replica) is not feed:

