@@ -197,14 +197,10 @@ class HashScheme:
         spans = zip(heads, ends, ends[1:], strict=False)
         if self._is_sha:
             sha256 = hashlib.sha256
-            for head, start, end in spans:
-                parent = sha256(head + parent + pieces[start:end]).digest()
-                hashes.append(parent)
+            hashes += [parent := sha256(head + parent + pieces[start:end]).digest() for head, start, end in spans]
         else:
             digest = self._digest
-            for head, start, end in spans:
-                parent = digest(head + parent + pieces[start:end])
-                hashes.append(parent)
+            hashes += [parent := digest(head + parent + pieces[start:end]) for head, start, end in spans]
 
     def _hash_with_extra(
         self, tokens: npt.NDArray[np.int32], extra: Sequence[ExtraKeys | None] | None, parent: BlockHash
@@ -418,7 +414,7 @@ def _join(
 ) -> tuple[bytes, npt.NDArray[np.int64]]:
     """The bytes of the words, block by block between ``before`` and ``after``, and the borders."""
     num_blocks = words.size // block_size
-    widths = (words >> np.uint64(56)).astype(np.int64)
+    widths = (words >> np.uint64(56)).view(np.int64)
     ends = widths.cumsum()
     frame = len(before) + len(after)
     block_ends = ends[block_size - 1 :: block_size] + frame * np.arange(1, num_blocks + 1)

@@ -27,6 +27,11 @@ from dataclasses import dataclass
 from enum import IntEnum
 from typing import TypeAlias
 
+import numpy as np
+import numpy.typing as npt
+
+from cache.block_hash import ROOT_KEY
+
 ReplicaId: TypeAlias = str
 
 _VERSION = 1
@@ -144,6 +149,34 @@ def decode_snapshot(data: bytes) -> Snapshot:
     if len(runs) != len(events):
         raise EventDecodeError("a snapshot holds something other than stored runs")
     return Snapshot(replica, generation, seq, runs)
+
+
+def chain_runs(keys: npt.NDArray[np.uint64], parent_keys: npt.NDArray[np.uint64]) -> list[Stored]:
+    """Blocks in any order as the runs of a snapshot: each as long as its blocks have one child, parents first.
+
+    Every parent key is 0 (the root) or among the keys. Time of a sort.
+    """
+    order = np.argsort(keys)
+    keys, parent_keys = keys[order], parent_keys[order]
+    parents = np.searchsorted(keys, parent_keys)
+    parents[parent_keys == ROOT_KEY] = -1
+    num_children = np.bincount(parents[parents >= 0], minlength=keys.size + 1)
+    follows = (parents >= 0) & (num_children[parents] == 1)
+    next_of = np.full(keys.size, -1)
+    next_of[parents[follows]] = np.flatnonzero(follows)
+    following = next_of.tolist()
+    heads_after: dict[int, list[int]] = {}
+    for head in np.flatnonzero(~follows).tolist():
+        heads_after.setdefault(int(parents[head]), []).append(head)
+    runs: list[Stored] = []
+    heads = heads_after.get(-1, [])
+    while heads:
+        run = [heads.pop()]
+        while (block := following[run[-1]]) >= 0:
+            run.append(block)
+        runs.append(Stored(int(parent_keys[run[0]]), array("Q", keys[run].tobytes())))
+        heads += heads_after.get(run[-1], ())
+    return runs
 
 
 def _encode(kind: int, replica: str, generation: str, seq: int, events: Iterable[Event]) -> bytes:

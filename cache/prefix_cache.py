@@ -25,7 +25,7 @@ import numpy as np
 
 from cache.block_hash import ROOT_KEY, BlockChain, BlockHash, ExtraKeys, HashScheme, TokenIds, num_token_ids
 from cache.block_pool import BlockIds, BlockPool
-from cache.events import Cleared, Event, EventBatch, RemovalReason, Removed, Snapshot, Stored
+from cache.events import Cleared, Event, EventBatch, RemovalReason, Removed, Snapshot, Stored, chain_runs
 from cache.history import Eviction, EvictionHistory
 from cache.retention import MAX_BREAKPOINTS, RetainedBlocks, Retention, RetentionBudget
 from cache.token_reuse import BlockFronts
@@ -274,8 +274,8 @@ class PrefixCache:
         self._pass_time(now)
         looks_inside = reuse and self._fronts is not None
         source, num_copied = self._front_to_copy(chain, num_hit, num_left) if looks_inside else (0, 0)
-        self._count(request_id, chain, num_hit, num_copied, synthetic)
-        if reuse and self.enabled and not synthetic and num_hit < _max_hit_blocks(chain):
+        is_first = self._count(request_id, chain, num_hit, num_copied, synthetic)
+        if is_first and reuse and num_hit < _max_hit_blocks(chain):
             self._count_miss(chain, num_hit)
 
         self._pool.use(hits)
@@ -370,8 +370,11 @@ class PrefixCache:
             partial = self._keep_partial(running)
             if partial is not None:
                 is_kept |= idle == partial
-        self._pool.queue_front(idle[~is_kept], self._now)
-        self._queue_kept(idle[is_kept])
+        if is_kept.all():
+            self._queue_kept(idle)
+        else:
+            self._pool.queue_front(idle[~is_kept], self._now)
+            self._queue_kept(idle[is_kept])
 
     def reset(self) -> bool:
         """Forget every cached block; False (no change) while a request is running."""
@@ -411,27 +414,7 @@ class PrefixCache:
         for others in self._more_copies.values():
             is_first[others] = False
         blocks = np.flatnonzero(is_first)
-        blocks = blocks[np.argsort(self._keys[blocks])]
-        keys, parent_keys = self._keys[blocks], self._parent_keys[blocks]
-        parents = np.searchsorted(keys, parent_keys)
-        parents[parent_keys == ROOT_KEY] = -1
-        num_children = np.bincount(parents[parents >= 0], minlength=keys.size + 1)
-        # A run goes on as long as a block has exactly one child; all others begin a run of their own.
-        follows = (parents >= 0) & (num_children[parents] == 1)
-        next_of = np.full(keys.size, -1)
-        next_of[parents[follows]] = np.flatnonzero(follows)
-        next_list = next_of.tolist()
-        heads_after: dict[int, list[int]] = {}
-        for head in np.flatnonzero(~follows).tolist():
-            heads_after.setdefault(int(parents[head]), []).append(head)
-        runs: list[Stored] = []
-        heads = heads_after.get(-1, [])
-        while heads:
-            run = [heads.pop()]
-            while (following := next_list[run[-1]]) >= 0:
-                run.append(following)
-            runs.append(Stored(int(parent_keys[run[0]]), array("Q", keys[run].tobytes())))
-            heads += heads_after.get(run[-1], ())
+        runs = chain_runs(self._keys[blocks], self._parent_keys[blocks])
         return Snapshot(self.replica, self.generation, self.last_seq, tuple(runs))
 
     def free_queue(self) -> list[int]:
@@ -567,6 +550,8 @@ class PrefixCache:
             for name in self._retained.expire(self._now)
             for block in (self._block_of[name], *self._more_copies.get(name, ()))
         ]
+        if not copies:
+            return
         blocks = np.array(copies, dtype=np.int32)
         idle = blocks[(self._pool.references[blocks] == 0) & (self._pool.class_of[blocks] >= _RETAINED)]
         self._pool.withdraw(idle)
@@ -583,16 +568,15 @@ class PrefixCache:
             classes = np.array([-1 if p is None else _RETAINED + p for p in priorities], dtype=np.int16)
             ordinary = classes < 0
             classes[ordinary] = self._was_hit[idle[ordinary]] if slru else _ORDINARY
-        elif slru:
-            classes = self._was_hit[idle].astype(np.int16)
-        else:
-            self._pool.queue_back(idle, _ORDINARY, self._now)
-            return
-        if (classes == classes[0]).all():
-            self._pool.queue_back(idle, int(classes[0]), self._now)
-        else:
             for queue_class in np.unique(classes).tolist():
                 self._pool.queue_back(idle[classes == queue_class], queue_class, self._now)
+        else:
+            was_hit = self._was_hit[idle]
+            if slru and was_hit.any():
+                self._pool.queue_back(idle[~was_hit], _ORDINARY, self._now)
+                self._pool.queue_back(idle[was_hit], _PROTECTED, self._now)
+            else:
+                self._pool.queue_back(idle, _ORDINARY, self._now)
         excess = self._pool.num_idle_in(_PROTECTED) - int(PROTECTED_SHARE * self.num_blocks)
         if excess > 0:
             self._pool.shift(_PROTECTED, _ORDINARY, excess)
@@ -728,19 +712,23 @@ class PrefixCache:
         self._partials.add(block)
         return block
 
-    def _count(self, request_id: RequestId, chain: BlockChain, num_hit: int, num_copied: int, synthetic: bool) -> None:
+    def _count(self, request_id: RequestId, chain: BlockChain, num_hit: int, num_copied: int, synthetic: bool) -> bool:
+        """Whether this is a first admission of a user's request, the only kind that asks and hits."""
         stats = self.stats
         num_tokens, num_cached = len(chain), num_hit * self.scheme.block_size + num_copied
         if request_id in self._preempted:
             del self._preempted[request_id]
             stats.num_recomputed_tokens += num_tokens - num_cached
-        elif synthetic:
+            return False
+        if synthetic:
             stats.num_synthetic_tokens += num_tokens
-        elif self.enabled:
+            return False
+        if self.enabled:
             stats.num_requests += 1
             stats.num_query_tokens += num_tokens
             stats.num_hit_tokens += num_cached
             stats.num_copied_tokens += num_copied
+        return self.enabled
 
     def _count_miss(self, chain: BlockChain, num_hit: int) -> None:
         self.stats.num_misses += 1
