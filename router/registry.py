@@ -8,10 +8,10 @@ Whoever differs from the fleet's contract is listed and refused, with the fields
 import logging
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 import redis.asyncio as redis_asyncio
-from google.protobuf.message import DecodeError
+from google.protobuf.message import DecodeError, Message
 from redis.exceptions import RedisError
 from warmfront_pb.v1 import common_pb2
 
@@ -22,6 +22,7 @@ SUPPORTED_PROTOCOLS = (1,)  # ours and the one before: a rolling update mixes th
 
 READY = common_pb2.READY
 _COMPARED_FIELDS = [field.name for field in common_pb2.Contract.DESCRIPTOR.fields]
+_M = TypeVar("_M", bound=Message)
 _REDIS_TIMEOUT_S = 2.0
 
 
@@ -221,15 +222,14 @@ class Registry:
         names = [name.decode() for name in found]
         values: Any = await self._client.mget(self._keys.contract, *map(self._keys.replica, names))
         contract, *leases = values
-        return (
-            common_pb2.Contract.FromString(contract) if contract is not None else None,
-            [lease for name, data in zip(names, leases, strict=True) if (lease := self._lease(name, data)) is not None],
-        )
+        known = [_decoded(common_pb2.ReplicaLease, name, data) for name, data in zip(names, leases, strict=True)]
+        return _decoded(common_pb2.Contract, "contract", contract), [lease for lease in known if lease is not None]
 
-    def _lease(self, name: str, data: bytes | None) -> common_pb2.ReplicaLease | None:
-        """One lease; a bad one hides its own replica and nobody else's."""
-        try:
-            return common_pb2.ReplicaLease.FromString(data) if data is not None else None
-        except DecodeError as error:
-            log.error("bad lease replica=%s error=%r", name, str(error))
-            return None
+
+def _decoded(kind: type[_M], name: str, data: bytes | None) -> _M | None:
+    """A stored message; None where there is none, or a bad one, which must hide nobody else's."""
+    try:
+        return kind.FromString(data) if data is not None else None
+    except DecodeError as error:
+        log.error("redis holds a bad %s name=%s error=%r", kind.DESCRIPTOR.name, name, str(error))
+        return None

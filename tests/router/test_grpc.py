@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import base64
 from collections.abc import AsyncIterator
 from typing import Any
@@ -117,8 +118,6 @@ async def test_a_deadline_is_forwarded_and_leaves_no_load(client: ReflectiveClie
 
 
 async def test_a_cancelled_call_is_cancelled_in_the_worker(client: ReflectiveClient, cluster: Cluster) -> None:
-    import asyncio
-
     for worker in cluster.workers.values():
         worker.spec.decode_s = 0.05
     call = asyncio.create_task(client.call(GENERATE, token_request(sampling={"maxTokens": 1000})))
@@ -147,8 +146,6 @@ async def test_health_follows_readiness(client: ReflectiveClient, cluster: Clust
         return bool(answers[0].get("status") == "SERVING")
 
     async def until_serves(wanted: bool) -> None:
-        import asyncio
-
         for _ in range(400):
             if await serves() is wanted:
                 return
@@ -159,3 +156,25 @@ async def test_health_follows_readiness(client: ReflectiveClient, cluster: Clust
     for worker in cluster.workers.values():
         worker.faults.is_silent = True
     await until_serves(False)
+
+
+@pytest.mark.parametrize("api", ["grpc", "http"])
+async def test_a_burst_is_spread_at_decision_time_over_every_api(cluster: Cluster, api: str) -> None:
+    """Load is charged before the network: eight prompts in one moment, two for each of four slow replicas."""
+    for number in range(4):
+        await cluster.add_worker(f"w{number}", prefill_tokens_per_s=400)
+    await cluster.add_router()
+    client = ReflectiveClient(cluster.endpoints[0].grpc)
+    await client.services()
+
+    async def one(number: int) -> None:
+        text = f"{number} different from the first word on " * 5
+        if api == "grpc":
+            await client.call(GENERATE, {"text": text, "sampling": {"maxTokens": 2}})
+        else:
+            await cluster.http.post("/v1/completions", json={"prompt": text, "max_tokens": 2})
+
+    await asyncio.gather(*map(one, range(8)))
+    assert sorted(len(worker.requests) for worker in cluster.workers.values()) == [2, 2, 2, 2]
+    assert cluster.load == 0
+    await client.channel.close()
