@@ -16,8 +16,9 @@ from torch import Tensor
 
 from worker.batch import SamplingParams, SequenceSlice, TokenLogprobs
 
-# Sorting a whole vocabulary costs more than the model's step; the likeliest thousand nearly always hold top_p.
-TOP_P_CANDIDATES = 1024
+# How many of the likeliest tokens top-k and top-p look at: the first width that holds what they keep, then the whole
+# vocabulary. For 32 rows of 49,152 on one core: 4, 14 and 104 ms.
+WIDTHS = (128, 1024)
 _NEVER = float("-inf")
 
 
@@ -136,35 +137,29 @@ def _draw(scores: Tensor, params: Sequence[SamplingParams], uniforms: Sequence[f
     token_ids = torch.empty(len(params), dtype=torch.int64, device=device)
     if free := sorted(set(range(len(params))) - set(limited)):
         token_ids[free] = _invert(probabilities[free], u[free])
-    ks = [params[row].top_k if 0 < params[row].top_k < vocab else vocab for row in limited]
-    width = min(max(k if k < vocab else TOP_P_CANDIDATES for k in ks), vocab)
-    token_ids[limited], short = _draw_limited(
-        probabilities[limited], u[limited], [params[row] for row in limited], ks, width
-    )
-    if again := [row for row, is_short in zip(limited, short, strict=True) if is_short]:
-        token_ids[again], _ = _draw_limited(
-            probabilities[again], u[again], [params[row] for row in again], [vocab] * len(again), vocab
-        )
+    waiting = limited
+    for width in (*(width for width in WIDTHS if width < vocab), vocab):
+        now = [row for row in waiting if params[row].top_k <= width or params[row].top_k >= vocab]
+        if now:
+            token_ids[now], short = _draw_limited(probabilities[now], u[now], [params[row] for row in now], width)
+            done = {row for row, is_short in zip(now, short, strict=True) if not is_short}
+            waiting = [row for row in waiting if row not in done]
     return token_ids
 
 
 def _draw_limited(
-    probabilities: Tensor, u: Tensor, params: Sequence[SamplingParams], ks: Sequence[int], width: int
+    probabilities: Tensor, u: Tensor, params: Sequence[SamplingParams], width: int
 ) -> tuple[Tensor, list[bool]]:
-    """Token ids of rows with top-k or top-p, looking at the ``width`` likeliest; and which rows needed to see more."""
+    """Token ids of rows with top-k or top-p, looking at the ``width`` likeliest; and which rows need to see more."""
     device, vocab = probabilities.device, probabilities.shape[1]
     best, best_ids = probabilities.topk(width, dim=-1)
     cumulated = best.cumsum(dim=-1, dtype=torch.float64)
-    k = torch.tensor(ks, device=device)
-    last = k.clamp(max=width)[:, None] - 1
+    k = torch.tensor([one.top_k if 0 < one.top_k < vocab else vocab for one in params], device=device)[:, None]
+    last = k.clamp(max=width) - 1
     # Top-p is a share of what top-k left; without top-k, of everything.
-    mass = torch.where(k[:, None] < vocab, cumulated.gather(1, last), torch.ones_like(cumulated[:, :1]))
+    mass = torch.where(k < vocab, cumulated.gather(1, last), 1.0)
     target = torch.tensor([one.top_p for one in params], dtype=torch.float64, device=device)[:, None] * mass
-    short = (
-        (cumulated[:, -1:] < target) & (k[:, None] > width)
-        if width < vocab
-        else torch.zeros_like(target, dtype=torch.bool)
-    )
+    short = (cumulated[:, -1:] < target) & (width < vocab)
     last = torch.minimum(last, (cumulated < target).sum(dim=-1, keepdim=True))  # the first to reach the target is kept
     kept = cumulated.gather(1, last)
     chosen = torch.minimum(torch.searchsorted(cumulated, u[:, None] * kept, right=True), last)

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from worker.batch import SamplingParams, SequenceSlice
-from worker.sampler import TOP_P_CANDIDATES, Draw, sample, token_logprobs, uniform
+from worker.sampler import WIDTHS, Draw, sample, token_logprobs, uniform
 
 
 def drawn(logits: torch.Tensor, params: list[SamplingParams], position: int = 1, **more: Any) -> list[Draw]:
@@ -72,15 +72,21 @@ def test_min_p_drops_what_is_far_less_likely_than_the_best() -> None:
     assert list(spread(HALVES, min_p=1.0)) == [0]
 
 
-def test_top_p_over_a_flat_vocabulary_looks_past_its_candidates() -> None:
-    vocab = 8 * TOP_P_CANDIDATES
-    logits = torch.zeros(300, vocab)
-    seen = tokens(logits, [SamplingParams(seed=seed, top_p=0.9) for seed in range(300)])
-    assert len(set(seen)) > 250  # a cap would draw from 1,024 tokens: about 260 of 300 differ there, but see below
-    row = torch.zeros(vocab)
-    row[:TOP_P_CANDIDATES] += 0.01  # the candidates, slightly ahead: they hold an eighth of the mass
+@pytest.mark.parametrize("width", WIDTHS)
+def test_top_p_over_a_flat_vocabulary_looks_past_the_likeliest(width: int) -> None:
+    row = torch.zeros(8 * width)
+    row[:width] += 0.01  # slightly ahead, but an eighth of the mass
     seen = tokens(row.repeat(300, 1), [SamplingParams(seed=seed, top_p=0.9) for seed in range(300)])
-    assert sum(token < TOP_P_CANDIDATES for token in seen) / 300 == pytest.approx(1 / (8 * 0.9), abs=0.08)
+    assert sum(token < width for token in seen) / 300 == pytest.approx(1 / (8 * 0.9), abs=0.08)
+
+
+def test_top_k_beyond_the_first_width_is_kept_whole() -> None:
+    row = torch.zeros(4 * WIDTHS[0])
+    row[: 2 * WIDTHS[0]] += 1.0
+    params = [SamplingParams(seed=seed, top_k=2 * WIDTHS[0], top_p=1 - seed % 2 / 1000) for seed in range(300)]
+    seen = tokens(row.repeat(300, 1), params)
+    assert max(seen) < 2 * WIDTHS[0]
+    assert sum(token >= WIDTHS[0] for token in seen) / 300 == pytest.approx(0.5, abs=0.1)
 
 
 def test_a_draw_depends_on_seed_and_position_only() -> None:
