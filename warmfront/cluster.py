@@ -11,6 +11,7 @@ import asyncio
 import contextlib
 import logging
 import os
+import re
 import secrets
 import shutil
 import sys
@@ -26,7 +27,7 @@ import click
 from router.config import RouterConfig
 from warmfront.errors import Failure, WrongUse
 from warmfront.options import BY_PARAM, fill
-from warmfront.processes import last_line
+from warmfront.processes import last_line, tail
 from warmfront.run_dir import RunDir, start_ticks, write_private
 from worker.config import WorkerConfig
 
@@ -71,6 +72,7 @@ class RayActors:
         self._hurried = threading.Event()
         self._names: dict[str, list[str]] = {"router": [], "worker": []}
         self._pids: dict[str, int] = {}
+        self._first_pids: dict[str, int] = {}
         self._is_watching = False
         self._refresher: asyncio.Task[None] | None = None
 
@@ -182,10 +184,18 @@ class RayActors:
                 if start_ticks(before.get(name, 0)) is not None:  # slow to answer, but there
                     self._pids[name] = before[name]
         if not self._is_watching:
-            for name, pid in before.items():
-                if self._pids.get(name, pid) != pid:
-                    raise WrongUse(f"{name} ended while starting: {last_line(self._log_dir / f'{name}.log')}")
+            self._check_logs()
         self._link_logs()
+
+    def _check_logs(self) -> None:
+        """Raises when a part has ended: Ray starts it again, but what ends at its first start ends for a reason."""
+        for name, pid in self._pids.items():
+            if self._first_pids.setdefault(name, pid) != pid:
+                raise Failure(f"{name} ended while starting: {last_line(self._log_dir / f'{name}.log')}")
+        for log in self._home.glob("session_latest/logs/worker-*.err"):
+            if ended := re.search(r"replica=(\S+) exit_code=(\d+): (.+)", tail(log)):
+                error = WrongUse if ended[2] == "2" else Failure
+                raise error(f"{ended[1]} ended with code {ended[2]} while starting: {ended[3]}")
 
     def _drain(self, role: str, deadline_s: float) -> None:
         if not self._names[role]:

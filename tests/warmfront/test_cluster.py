@@ -13,6 +13,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from tests.warmfront.conftest import Cli
 from warmfront.client import Client
 from warmfront.run_dir import RunDir, all_run_dirs, marked_processes
@@ -161,8 +163,11 @@ def test_nothing_outlives_a_killed_up_and_down_removes_its_folder(cli: Cli, temp
         other.assert_nothing_is_left()
 
 
-def test_a_worker_that_cannot_start_ends_up_with_its_reason(temp_root: Path, tmp_path: Path) -> None:
-    with started(tmp_path, "--without-ray", "--engine", "model", "--max-model-len", "1000000") as up:
+@pytest.mark.parametrize("how", [(), ("--without-ray",)], ids=["ray", "processes"])
+def test_a_worker_that_cannot_start_ends_up_with_its_reason(
+    temp_root: Path, tmp_path: Path, how: tuple[str, ...]
+) -> None:
+    with started(tmp_path, *how, "--engine", "model", "--max-model-len", "1000000") as up:
         assert up.process.wait(timeout=GUARD_S) == 2
         assert "--max-model-len 1000000" in up.err.read_text().splitlines()[-1]
     assert all_run_dirs() == []
