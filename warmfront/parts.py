@@ -52,9 +52,12 @@ def config() -> None:
     """Settings: command line, then WARMFRONT_<FLAG>, then the --config file, then the default."""
 
 
-@config.group()
-def show() -> None:
-    """Print each setting of a command, its value, and where that came from; secrets are masked."""
+@config.group(invoke_without_command=True)
+@click.pass_context
+def show(ctx: click.Context) -> None:
+    """Print each setting of a command (of `up`, if none is named), its value and where that came from."""
+    if ctx.invoked_subcommand is None:
+        show.commands["up"].main([], standalone_mode=False)
 
 
 def _show(command: str) -> click.Command:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -20,6 +21,7 @@ from warmfront.client import Client
 from warmfront.run_dir import RunDir, all_run_dirs, marked_processes
 from warmfront.store import check_redis
 
+ROOT = Path(__file__).resolve().parents[2]
 GUARD_S = 180.0
 SMALL = (
     "--engine",
@@ -129,6 +131,12 @@ def test_a_cluster_starts_serves_mends_itself_and_leaves_nothing(cli: Cli, temp_
         told += up.ready_file.read_text() + shown + up.err.read_text()
         told += "".join(log.read_text() for log in (tmp_path / "logs").iterdir())
         assert not [secret for secret in secrets if secret in told]
+
+        for example in re.findall(r"```python\n(.+?)```", (ROOT / "README.md").read_text(encoding="utf-8"), re.S):
+            code = example.replace("http://127.0.0.1:8000", ready["http"]).replace("127.0.0.1:50051", ready["grpc"])
+            code = code.replace("SmolLM2-135M-Instruct", "simulated")
+            done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=GUARD_S)
+            assert (done.returncode, bool(done.stdout.strip())) == (0, True), done.stderr
 
         # The commands find the only cluster of this machine by themselves.
         status = json.loads(cli("status", "--json").out)

@@ -65,6 +65,10 @@ def test_a_switch_is_set_from_the_environment(cli: Cli, monkeypatch: pytest.Monk
     assert row(cli("config", "show", "worker").out, "--enable-prefix-caching")[1] == "false"
 
 
+def test_config_show_alone_shows_up(cli: Cli) -> None:
+    assert cli("config", "show").out == cli("config", "show", "up").out
+
+
 def test_secrets_are_masked(cli: Cli) -> None:
     shown = cli("config", "show", "up", "--redis", "redis://me:very-secret@host:6379/0").out
     assert "very-secret" not in shown
