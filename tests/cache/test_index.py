@@ -348,3 +348,40 @@ def test_the_index_equals_plain_sets_after_every_event() -> None:
             suppress_health_check=list(HealthCheck),
         ),
     )
+
+
+def test_long_chains_of_many_replicas_agree_with_plain_sets() -> None:
+    """Batches of hundreds of keys, branches in the middle of runs, ends evicted and chains stored again."""
+    rng = random.Random(11)
+    index = PrefixIndex()
+    held: dict[str, set[int]] = {f"w{number}": set() for number in range(6)}
+    seqs = dict.fromkeys(held, 0)
+    chains: list[list[int]] = [[rng.getrandbits(64) for _ in range(400)]]
+    for step in range(400):
+        if rng.random() < 0.2:
+            base = rng.choice(chains)
+            cut = rng.randrange(len(base))
+            chains.append(base[:cut] + [rng.getrandbits(64) for _ in range(rng.choice([1, 40, 300]))])
+        replica, keys = rng.choice(list(held)), rng.choice(chains)
+        events: list[Event] = []
+        if rng.random() < 0.6:
+            front = keys[: rng.randrange(1, len(keys) + 1)]
+            events.append(Stored(0, array("Q", front)))
+            held[replica] |= set(front)
+        else:
+            count = rng.randrange(1, len(keys) + 1)
+            # Every branch beyond this point goes too: prefix-closed, ends first.
+            root = keys[-count]
+            gone = [key for chain in chains if root in chain for key in reversed(chain[chain.index(root) :])]
+            events.append(Removed(array("Q", gone)))
+            held[replica] -= set(gone)
+        assert index.apply(replica, batch(seqs[replica] + 1, *events, replica=replica)) is Outcome.APPLIED
+        seqs[replica] += 1
+        if step % 10 == 0:
+            index.check_invariants()
+        for asked in rng.choices(chains, k=3):
+            found = index.match(array("Q", asked))
+            for name, keys_held in held.items():
+                expected = next((n for n, key in enumerate(asked) if key not in keys_held), len(asked))
+                assert found.get(name, Depths(0, 0)).device == expected
+    assert [index.num_blocks(name) for name in held] == [len(keys_held) for keys_held in held.values()]
