@@ -54,6 +54,14 @@ def test_a_trace_with_one_value_changed_does_not_replay(field: str) -> None:
     assert report["first"]["operation"] == record["i"]
 
 
+def test_a_trace_of_another_pool_is_counted_to_its_end() -> None:
+    lines = TRACE.read_text().splitlines()
+    smaller = lines[0].replace('"num_blocks":33', '"num_blocks":20')
+    report = replay_operations([smaller, *lines[1:]])
+    assert report["operations"] == 2000
+    assert report["mismatches"] > 100
+
+
 def test_the_command_prints_json_and_its_exit_code_tells_a_mismatch(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
