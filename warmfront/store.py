@@ -46,13 +46,14 @@ class EmbeddedValkey:
             binary = get_binary_path()
         except Exception as error:
             raise WrongUse(f"no embedded Valkey on this system ({error}); give a server with --redis") from error
+        self._binary, self._env = binary, env
         self._home = run_dir / "valkey"
         self._home.mkdir(mode=0o700)
         self._log = self._home / "valkey.log"
         self._password = secrets.token_urlsafe(24)
         for _ in range(3):  # somebody else may take the port between the probe and the bind
             self.port = free_port()
-            self._start(binary, env)
+            self._start()
             if self._wait_ready():
                 return
         raise Failure(f"the embedded Valkey does not start: {self._log.read_text(errors='replace')[-400:].strip()}")
@@ -71,6 +72,12 @@ class EmbeddedValkey:
         """Whether the process is there."""
         return self._process.poll() is None
 
+    def restart(self) -> None:
+        """Starts it again, empty, at the same address, after it has died. The fleet writes anew what stood there."""
+        self._start()
+        if not self._wait_ready():
+            raise Failure(f"the embedded Valkey died and does not start again; its log is {self._log}")
+
     def stop(self) -> None:
         """Ends it."""
         self._process.terminate()
@@ -80,7 +87,7 @@ class EmbeddedValkey:
             self._process.kill()
             self._process.wait()
 
-    def _start(self, binary: Path, env: dict[str, str]) -> None:
+    def _start(self) -> None:
         config = self._home / "valkey.conf"  # the password stays out of the argument list
         write_private(
             config,
@@ -89,11 +96,11 @@ class EmbeddedValkey:
         )
         with self._log.open("ab") as log:
             self._process = subprocess.Popen(
-                [str(binary), str(config)],
+                [str(self._binary), str(config)],
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
-                env={**os.environ, **env},
+                env={**os.environ, **self._env},
                 start_new_session=True,  # Ctrl-C in the terminal is for `up`, which ends it last
                 preexec_fn=die_with_parent,
             )

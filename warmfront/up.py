@@ -283,7 +283,8 @@ class _Cluster:
         while not self._stop.is_set():
             await self._pause(1.0)
             if self._valkey is not None and not self._valkey.is_running() and not self._stop.is_set():
-                raise Failure("the embedded Valkey has ended by itself")
+                stderr.print("warmfront: Valkey has ended; starting it again")
+                self._valkey.restart()
             if not await self._look():
                 continue
             now = {replica["id"]: replica["state"] for replica in self._replicas}

@@ -144,6 +144,9 @@ def test_a_cluster_starts_serves_mends_itself_and_leaves_nothing(cli: Cli, temp_
         assert cli("drain", "w1").out.endswith("w1: drained\n")
         assert wait_for(lambda: up.states().get("w1") in (None, "GONE"), "w1 gone")
 
+        os.kill(ready["pids"]["redis"][0], signal.SIGKILL)
+        wait_for(lambda: "Valkey has ended" in up.err.read_text(), "the end of Valkey")
+
         old = ready["pids"]["worker"][0]
         os.kill(old, signal.SIGKILL)
         wait_for(lambda: up.replaced(old), "a new w0")
