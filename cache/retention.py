@@ -81,10 +81,6 @@ class RetainedBlocks:
         """The marked hashes."""
         return self._marks.keys()
 
-    def num_blocks_of(self, tenant: str) -> int:
-        """Blocks charged to a tenant."""
-        return self._num_by_tenant[tenant]
-
     def priority_of(self, block_hash: BlockHash) -> int | None:
         """The priority of a marked block, None for others."""
         mark = self._marks.get(block_hash)
