@@ -30,8 +30,6 @@ from warmfront.run_dir import RUN_DIR_ENV, Process, RunDir, write_private
 from warmfront.store import EmbeddedValkey, check_redis, free_port
 from worker.config import WorkerConfig
 
-_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-
 
 class Parts(Protocol):
     """How routers and workers run: as child processes, or as actors of a local Ray cluster."""
@@ -332,12 +330,15 @@ class _Cluster:
         def on_signal() -> None:
             (self._hurry if self._stop.is_set() else self._stop).set()
 
-        for number in _SIGNALS:
+        numbers = [signal.SIGINT, signal.SIGTERM]
+        if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:  # else it was started by nohup
+            numbers.append(signal.SIGHUP)
+        for number in numbers:
             loop.add_signal_handler(number, on_signal)
         try:
             yield
         finally:
-            for number in _SIGNALS:
+            for number in numbers:
                 loop.remove_signal_handler(number)
 
     def _state(self) -> tuple[list[dict[str, Any]], dict[str, list[int]]]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import re
+import tomllib
 from pathlib import Path
 
 import click
@@ -70,6 +71,20 @@ def test_names_of_other_systems_stand_there_too() -> None:
     registry = WorkerMetrics(view=EngineSnapshot, now=0.0, compat=True).registry
     for name in names_of(registry):
         assert f"`{name}`" in REFERENCE
+
+
+def test_the_locks_pin_every_dependency_once_and_name_no_place_to_get_it_from() -> None:
+    runtime, dev = ((ROOT / name).read_text().splitlines() for name in ("requirements.lock", "requirements-dev.lock"))
+    pins = [line for line in runtime + dev if not line.startswith("#")]
+    assert all(re.fullmatch(r"[A-Za-z0-9._-]+==[0-9][0-9A-Za-z.]*", line) for line in pins), "no URL, no +local version"
+    names = [re.sub(r"[-_.]+", "-", pin.split("==")[0]).lower() for pin in pins]
+    assert len(set(names)) == len(names)
+    assert "torch==2.13.0" in pins
+    assert not [name for name in names if name.startswith(("nvidia-", "cuda-", "triton"))], "torch brings its own"
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    extras = [one for group in project["optional-dependencies"].values() for one in group]
+    wanted = {re.split(r"[^A-Za-z0-9._-]", one)[0].lower() for one in project["dependencies"] + extras} - {"warmfront"}
+    assert wanted <= set(names)
 
 
 def test_links_between_the_documents_lead_somewhere() -> None:
