@@ -45,7 +45,7 @@ def status(*, url: str, as_json: bool, watch: bool) -> None:
 @click.command()
 @click.argument("replica")
 @url_option
-@click.option("--deadline", type=Duration(), default="60s", show_default=True, help="Stop waiting after this.")
+@click.option("--deadline", type=Duration(), default="60s", show_default=True, help="What still runs after this is cut.")
 @click.option("--no-wait", is_flag=True, help="Return as soon as the replica takes no new requests.")
 def drain(*, replica: str, url: str, deadline: float, no_wait: bool) -> None:
     """Take REPLICA out of service: no new requests go there, running ones end, its process exits."""
