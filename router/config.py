@@ -46,6 +46,9 @@ class RouterConfig:
 
     policy: str = "warmfront"
     trust_tenant_header: bool = False
+    hot: bool = True  # keep the hottest prefixes in Redis, for replicas that start; they are prompts in clear
+    hot_salted: bool = False  # those of requests with a cache_salt too
+    hot_max_age_s: float = 3600.0  # what nobody has hit for so long is forgotten
     heartbeat_s: float = 1.0  # how often replicas renew their lease; the router looks four times as often
     lease_s: float = 5.0  # a replica without a new heartbeat for this long is gone
     request_timeout_s: float = 600.0
@@ -76,6 +79,7 @@ class RouterConfig:
             ("--heartbeat", self.heartbeat_s),
             ("--request-timeout", self.request_timeout_s),
             ("--drain-timeout", self.drain_timeout_s),
+            ("--hot-max-age", self.hot_max_age_s),
         ):
             if not seconds > 0:
                 raise ConfigError(f"{flag} {seconds:g}s: must be over 0")

@@ -146,6 +146,8 @@ class Dispatcher:
                         delivered.append(message)
                     yield message
                 await self._finish(stream, ticket, route)
+                if (scheme := self._fleet.scheme) is not None:
+                    self._fleet.hot.served(work.call, keys, scheme.block_size, route.cached_tokens)
                 member.breaker.succeeded()
                 return
             except WorkerError as error:

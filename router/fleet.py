@@ -18,6 +18,7 @@ from router.breaker import Breaker
 from router.chain_memo import ChainMemo
 from router.config import RouterConfig
 from router.errors import NoReplicaReadyError, RouterError
+from router.hot import HotPrefixes
 from router.index_mirror import IndexMirror
 from router.load import LoadBook
 from router.metrics import RouterMetrics
@@ -62,6 +63,7 @@ class Fleet:
         self.mirror = IndexMirror(
             self._redis, keys, self.index, metrics, on_applied=self._on_applied, rng=random.Random(config.router_id)
         )
+        self.hot = HotPrefixes(self._redis, keys, config, metrics)
         self._num_tokenizer_hits = 0  # that the metric knows
         self._tasks: list[asyncio.Task[None]] = []
         # A cancellation that meets a Redis call may be lost inside the client: the loops look here as well.
@@ -70,7 +72,7 @@ class Fleet:
     async def start(self) -> None:
         """Look once, so that a running fleet is known from the first request on, then follow."""
         await self._look()
-        follow = (self._follow_leases(), self.mirror.run(), self._follow_model())
+        follow = (self._follow_leases(), self.mirror.run(), self._follow_model(), self.hot.run(self._tokenizer))
         self._tasks = [asyncio.create_task(one) for one in follow]
         for task in self._tasks:
             task.add_done_callback(_report_end)
@@ -142,6 +144,7 @@ class Fleet:
                 self.mirror.follow(lease.replica, lease.generation)
                 self.loads.model.suggest(lease.load.prefill_tokens_per_s)
                 self.mirror.audit(lease)
+                self.hot.follow(lease, self.index)
         self.ready = {name: member for name, member in self.members.items() if member.replica.is_ready}
         self.ready_caches = {name: member.replica.lease.cache for name, member in self.ready.items()}
         for replica_id in self.members:
@@ -199,6 +202,10 @@ class Fleet:
                 continue
             log.info("serving model=%s max_model_len=%d", model.served_model_name, model.max_model_len)
             return
+
+    def _tokenizer(self) -> str:
+        contract = self.membership.contract
+        return contract.tokenizer if contract is not None else ""
 
     def _on_applied(self, replica: str, seq: int) -> None:
         self.loads.confirm(replica, seq, time.monotonic())

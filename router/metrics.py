@@ -43,6 +43,10 @@ class RouterMetrics:
         self.retries = counter("retries", "Requests sent to another replica before a token.", ("reason",))
         self.failovers = counter("failovers", "Streams continued on another replica.")
         self.inflight_tokens = gauge("inflight_tokens", "Uncached tokens sent and waited for.", ("replica",))
+        self.prewarm_tokens = counter(
+            "prewarm_tokens", "Tokens of hot prefixes, times their hits, that replicas held when they became ready."
+        )
+        self.prewarm_missed = counter("prewarm_missed", "The same of those that they did not hold.")
         self.tokenizer_cache_hits = counter("tokenizer_cache_hits", "Prompt tokens that were not encoded again.")
         self.redis_up = gauge("redis_up", "Whether Redis answered the last look at the leases.")
         self.replicas_ready = gauge("replicas_ready", "Replicas that take user traffic.")

@@ -33,6 +33,11 @@ class FleetKeys:
         self._prefix = f"wf:{{{fleet}}}:"
         self.contract = f"{self._prefix}contract"
         self.replicas = f"{self._prefix}replicas"
+        self.hot = f"{self._prefix}hot"
+
+    def hot_of(self, router: str) -> str:
+        """The hottest prefixes that this router has served."""
+        return f"{self.hot}:{router}"
 
     def replica(self, replica: str) -> str:
         """Its lease."""

@@ -66,6 +66,11 @@ class WorkerConfig:
     max_model_len: int | None = None  # prompt and output; None: the model's own, cut to what the pool holds
     max_queue: int = 1024  # waiting; above it RESOURCE_EXHAUSTED
 
+    prewarm: bool = True  # compute the fleet's hottest prefixes before the first user request
+    prewarm_deadline_s: float = 60.0  # READY then at the latest
+    prewarm_target: float = 0.9  # share of what all hot prefixes save that is enough
+    prewarm_from_fleet: str | None = None  # whose hot prefixes; None: those of the own fleet
+
     heartbeat_s: float = 1.0
     lease_s: float = 5.0
     drain_deadline_s: float = 30.0
@@ -88,11 +93,17 @@ class WorkerConfig:
             raise ConfigError(
                 f"--heartbeat {self.heartbeat_s:g}s and --lease {self.lease_s:g}s: a lease must last two heartbeats"
             )
+        if not self.prewarm_deadline_s > 0:
+            raise ConfigError(f"--prewarm-deadline {self.prewarm_deadline_s:g}s is not over 0: --no-prewarm is its off")
+        if not 0 < self.prewarm_target <= 1:
+            raise ConfigError(f"--prewarm-target {self.prewarm_target:g} is not over 0 and up to 1")
         if self.drain_deadline_s < 0:
             raise ConfigError(f"--drain-deadline {self.drain_deadline_s:g}s is below 0")
 
     def _check_names_and_addresses(self) -> None:
-        for flag, name in (("--fleet", self.fleet), ("--replica-id", self.replica_id)):
+        names = [("--fleet", self.fleet), ("--replica-id", self.replica_id)]
+        names += [("--prewarm-from-fleet", self.prewarm_from_fleet)] if self.prewarm_from_fleet is not None else []
+        for flag, name in names:
             if not _NAME.fullmatch(name):
                 raise ConfigError(f"{flag} {name!r}: letters, digits, dot, dash and underscore, up to 128")
         scheme = urlsplit(self.redis_url).scheme

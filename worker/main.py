@@ -30,6 +30,7 @@ from worker.config import WorkerConfig
 from worker.detokenizer import TokenTable
 from worker.engine import Engine, StepReport
 from worker.metrics import WorkerMetrics
+from worker.prewarm import Prewarm, RedisSource
 from worker.replica import Loaded, Progress, Replica
 from worker.reporter import ContractMismatchError, FencedError, RegistryError, Reporter
 from worker.scheduler import Limits
@@ -197,6 +198,8 @@ class Worker:
         await reporter.join(self.replica.contract())
         self._start_engine(loaded, reporter)
         self._set_state(common_pb2.WARMING)
+        if not await self._prewarm(loaded, reporting):
+            return False
         self._set_state(common_pb2.READY)
         await self._server.set_serving(True)
         logger.info(
@@ -213,6 +216,44 @@ class Worker:
         if ready is not None:
             ready(self.replica.address)
         return True
+
+    async def _prewarm(self, loaded: Loaded, reporting: asyncio.Task[None]) -> bool:
+        """Compute the fleet's hot prefixes, for as long as that may take; false when a drain was asked for."""
+        config, engine = self._config, self._engine
+        assert engine is not None
+        if not (config.prewarm and config.enable_prefix_caching):
+            return True
+        started_s = time.monotonic()
+        prewarm = Prewarm(
+            engine,
+            RedisSource(
+                config.redis_url,
+                config.prewarm_from_fleet or config.fleet,
+                own_fleet=config.fleet,
+                own_replica=config.replica_id,
+            ),
+            tokenizer=loaded.card.tokenizer_fingerprint,
+            block_size=config.block_size,
+            max_model_len=loaded.card.max_model_len,
+            target=config.prewarm_target,
+        )
+        warming = asyncio.create_task(prewarm.run(), name="prewarm")
+        drained = asyncio.create_task(self._drain_asked.wait())
+        ends = (warming, drained, reporting, self._death)
+        await asyncio.wait(ends, timeout=config.prewarm_deadline_s, return_when=asyncio.FIRST_COMPLETED)
+        drained.cancel()
+        if not warming.done():  # a Redis call may swallow this: nobody waits for it
+            prewarm.progress.ended = "drained" if self._drain_asked.is_set() else "deadline"
+            prewarm.stop()
+            warming.cancel()
+        progress = prewarm.progress
+        logger.info(
+            "replica=%s prewarm ended=%r share=%.3f prefixes=%d of=%d tokens=%d seconds=%.2f",
+            *(config.replica_id, progress.ended, progress.share, progress.num_done, progress.num_prefixes),
+            *(progress.num_tokens, time.monotonic() - started_s),
+        )
+        self._raise_fault(reporting)
+        return not self._drain_asked.is_set()
 
     def _load_model(self) -> Loaded:
         return (self._load or loader_of(self._config))(self._config, self._log_progress)
@@ -292,6 +333,10 @@ class Worker:
         await _first_of(drained, reporting, self._death)
         drained.cancel()
         watching.cancel()
+        self._raise_fault(reporting)
+
+    def _raise_fault(self, reporting: asyncio.Task[None]) -> None:
+        """Raises what ended the engine or the reporter, if either has ended."""
         if self._death.done():
             death = self._death.result()
             raise RuntimeError(f"the engine died of {type(death).__name__}: {death}") from death

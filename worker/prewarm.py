@@ -1,0 +1,274 @@
+"""Pre-warm: compute the fleet's hottest prefixes before the first user request. See ``cache.hot``.
+
+Nothing here can keep a worker from serving: whatever fails or takes too long ends it, and the worker is READY. The
+same steps serve ``warmfront prewarm``, which computes on another worker, over the wire.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import sys
+from array import array
+from collections.abc import Awaitable, Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from google.protobuf.message import DecodeError
+from redis import asyncio as aioredis
+from redis.asyncio.retry import Retry
+from redis.backoff import NoBackoff
+from redis.exceptions import RedisError
+from warmfront_pb.v1 import common_pb2
+
+from cache.hot import HotDecodeError, HotPrefix, HotSet, Ranked, by_value, decode_hot, merged, saved_tokens
+from worker.batch import SamplingParams
+from worker.engine import Ending, Engine, Piece, Request
+
+logger = logging.getLogger(__name__)
+
+POOL_SHARE = 0.9  # of the blocks: the rest is for the first requests
+PRESSED_WAIT_S = 5.0  # of prefill waiting on each ready replica: then help is needed more than warmth
+IN_FLIGHT = 2  # synthetic requests at once, so that the engine always has the next one
+PRIORITY = 1 << 20  # after everyone else's
+_MAX_AGE_S = 24 * 3600.0  # a router's key expires before
+_LOOK_PERIOD_S = 0.5
+_REDIS_TIMEOUT_S = 5.0
+
+
+class Source(Protocol):
+    """Where hot prefixes come from."""
+
+    async def read(self, tokenizer: str) -> list[HotPrefix]:
+        """Those made of this tokenizer's ids."""
+        ...
+
+    async def pressure(self) -> str:
+        """Why the fleet cannot wait; empty when it can."""
+        ...
+
+    async def close(self) -> None:
+        """It is not needed any more."""
+        ...
+
+
+@dataclass(slots=True, kw_only=True)
+class Progress:
+    """How far a pre-warm has come. ``ended`` says why it ended: target, all, or what kept it from more."""
+
+    num_prefixes: int = 0  # that fit
+    num_done: int = 0
+    num_tokens: int = 0  # prompt tokens in place
+    saved: float = 0.0  # what they save, in tokens times hits
+    wanted: float = 0.0  # what all hot prefixes would save
+    ended: str = ""
+
+    @property
+    def share(self) -> float:
+        """Of what all hot prefixes would save."""
+        return self.saved / self.wanted if self.wanted else 1.0
+
+
+Compute = Callable[[HotPrefix], Awaitable[None]]
+
+
+async def fill(plan: Sequence[Ranked], compute: Compute, target: float, progress: Progress) -> None:
+    """Compute a plan in its order, a few at once, until ``target`` of ``progress.wanted`` is in place.
+
+    Raises what ``compute`` raises. Cancelled, it leaves ``progress`` as far as it came.
+    """
+    todo = iter(plan)
+
+    async def work() -> None:
+        for one in todo:
+            if progress.share >= target:
+                progress.ended = "target"
+                return
+            await compute(one.prefix)
+            progress.num_done += 1
+            progress.num_tokens += one.num_new_tokens
+            progress.saved += one.saved_tokens
+
+    async with asyncio.TaskGroup() as group:
+        for _ in range(IN_FLIGHT):
+            group.create_task(work())
+    progress.ended = progress.ended or ("target" if progress.share >= target else "all")
+
+
+def make_plan(
+    prefixes: Iterable[HotPrefix], *, num_blocks: int, block_size: int, max_model_len: int
+) -> tuple[list[Ranked], float]:
+    """What this worker can compute of them, dearest first, and what all of them would save.
+
+    Adapters are not loaded here, so their prefixes are left out; ends are cut to this worker's whole blocks.
+    """
+    known = list(prefixes)
+    usable = []
+    for one in known:
+        length = min(one.num_tokens, max_model_len - 1) // block_size * block_size
+        if length and not one.lora:
+            usable.append(HotPrefix(one.token_ids[: 4 * length], one.hits, one.lora, one.cache_salt))
+    room = int(POOL_SHARE * num_blocks) * block_size
+    return by_value(usable, room), saved_tokens(known)
+
+
+class RedisSource:
+    """The hot prefixes of one fleet, and the load of the fleets that serve now."""
+
+    def __init__(self, url: str, fleet: str, *, own_fleet: str | None = None, own_replica: str = "") -> None:
+        self._redis: Any = aioredis.from_url(
+            url, retry=Retry(NoBackoff(), 0), socket_timeout=_REDIS_TIMEOUT_S, socket_connect_timeout=_REDIS_TIMEOUT_S
+        )
+        self._prefixes = [f"wf:{{{name}}}:" for name in dict.fromkeys((fleet, own_fleet or fleet))]
+        self._own_replica = own_replica
+
+    async def sets(self) -> tuple[list[HotSet], int]:
+        """What each router of the fleet has written, and the time on Redis' clock in milliseconds."""
+        key = f"{self._prefixes[0]}hot"
+        seconds, microseconds = await self._redis.time()
+        found: list[HotSet] = []
+        for router in await self._redis.zrange(key, 0, -1):
+            data = await self._redis.get(f"{key}:{router.decode()}")
+            if data is None:
+                continue
+            try:
+                found.append(decode_hot(data))
+            except HotDecodeError as error:
+                logger.warning("prewarm: what router=%s wrote is unreadable error=%r", router.decode(), str(error))
+        return found, seconds * 1000 + microseconds // 1000
+
+    async def read(self, tokenizer: str) -> list[HotPrefix]:
+        """Those of all routers, added up. Raises ``RedisError`` and ``OSError``."""
+        found, now_ms = await self.sets()
+        return merged((one for one in found if one.tokenizer == tokenizer), now_ms, _MAX_AGE_S)
+
+    async def pressure(self) -> str:
+        """Why the fleet cannot wait, by the leases of its replicas. Raises ``RedisError`` and ``OSError``."""
+        leases = []
+        for prefix in self._prefixes:
+            names = [name.decode() for name in await self._redis.zrange(f"{prefix}replicas", 0, -1)]
+            values = await self._redis.mget([f"{prefix}replica:{name}" for name in names]) if names else ()
+            for data in values:
+                with contextlib.suppress(DecodeError):
+                    leases += [common_pb2.ReplicaLease.FromString(data)] if data is not None else []
+        return pressure_of(lease for lease in leases if lease.replica != self._own_replica)
+
+    async def close(self) -> None:
+        """Close the connection."""
+        with contextlib.suppress(RedisError, OSError):
+            await self._redis.aclose()
+
+
+def pressure_of(others: Iterable[common_pb2.ReplicaLease]) -> str:
+    """Why a fleet with these other replicas cannot wait; empty when it can."""
+    ready = [lease for lease in others if lease.state == common_pb2.READY]
+    if not ready:
+        return "no other replica is ready"
+    speeds = [lease.load.prefill_tokens_per_s for lease in ready]
+    waits_s = [lease.load.waiting_tokens / speed for lease, speed in zip(ready, speeds, strict=True) if speed]
+    mean_s = sum(waits_s) / len(ready)
+    return f"{mean_s:.1f} s of prefill wait on each replica" if mean_s > PRESSED_WAIT_S else ""
+
+
+class Prewarm:
+    """One worker's pre-warm, through its own engine. ``run`` ends by itself; ``stop`` ends it at once."""
+
+    def __init__(
+        self,
+        engine: Engine,
+        source: Source,
+        *,
+        tokenizer: str,
+        block_size: int,
+        max_model_len: int,
+        target: float,
+    ) -> None:
+        self.progress = Progress()
+        self._engine = engine
+        self._source = source
+        self._tokenizer = tokenizer
+        self._block_size = block_size
+        self._max_model_len = max_model_len
+        self._target = target
+        self._in_engine: set[int] = set()
+
+    async def run(self) -> None:
+        """Until the target is reached, all that fits is done, or the fleet cannot wait. Raises nothing of its own."""
+        try:
+            await self._run()
+        except Exception as error:
+            reason = error.exceptions[0] if isinstance(error, ExceptionGroup) else error
+            self.progress.ended = f"failed: {type(reason).__name__}: {reason}"
+        finally:
+            self.stop()
+            await self._source.close()
+
+    def stop(self) -> None:
+        """Take back what is still in the engine."""
+        for number in self._in_engine:
+            self._engine.cancel(number)
+        self._in_engine.clear()
+
+    async def _run(self) -> None:
+        progress = self.progress
+        prefixes = await self._source.read(self._tokenizer)
+        plan, progress.wanted = await asyncio.to_thread(
+            make_plan,
+            prefixes,
+            num_blocks=self._engine.snapshot().num_blocks,
+            block_size=self._block_size,
+            max_model_len=self._max_model_len,
+        )
+        progress.num_prefixes = len(plan)
+        if not plan:
+            progress.ended = "nothing is hot" if not prefixes else "no hot prefix fits"
+            return
+        filling = asyncio.create_task(fill(plan, self._compute, self._target, progress))
+        looking = asyncio.create_task(self._until_pressed())
+        try:
+            await asyncio.wait([filling, looking], return_when=asyncio.FIRST_COMPLETED)
+            if looking.done():
+                progress.ended = f"pressed: {looking.result()}"
+            else:
+                filling.result()
+        finally:
+            filling.cancel()
+            looking.cancel()
+
+    async def _until_pressed(self) -> str:
+        while True:
+            with contextlib.suppress(RedisError, OSError):  # what is not known is no reason to hurry
+                if reason := await self._source.pressure():
+                    return reason
+            await asyncio.sleep(_LOOK_PERIOD_S)
+
+    async def _compute(self, prefix: HotPrefix) -> None:
+        ended: asyncio.Future[Ending] = asyncio.get_running_loop().create_future()
+
+        def sink(item: Piece | Ending) -> None:
+            if isinstance(item, Ending) and not ended.done():
+                ended.set_result(item)
+
+        number = self._engine.submit(_request(prefix), sink)
+        self._in_engine.add(number)
+        ending = await ended
+        self._in_engine.discard(number)
+        if ending.failure is not None:
+            raise RuntimeError(f"{ending.failure.value} {ending.detail}".strip())
+
+
+def _request(prefix: HotPrefix) -> Request:
+    token_ids = array("i", prefix.token_ids)
+    if sys.byteorder == "big":
+        token_ids.byteswap()
+    return Request(
+        id="prewarm",
+        token_ids=token_ids,
+        sampling=SamplingParams(temperature=0.0),
+        max_tokens=1,
+        ignore_eos=True,
+        cache_salt=prefix.cache_salt or None,
+        priority=PRIORITY,
+        synthetic=True,
+    )
