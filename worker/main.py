@@ -235,6 +235,7 @@ class Worker:
             tokenizer=loaded.card.tokenizer_fingerprint,
             block_size=config.block_size,
             max_model_len=loaded.card.max_model_len,
+            vocab_size=loaded.card.vocab_size,
             target=config.prewarm_target,
         )
         warming = asyncio.create_task(prewarm.run(), name="prewarm")

@@ -15,6 +15,7 @@ from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+import numpy as np
 from google.protobuf.message import DecodeError
 from redis import asyncio as aioredis
 from redis.asyncio.retry import Retry
@@ -70,7 +71,8 @@ class Progress:
         return self.saved / self.wanted if self.wanted else 1.0
 
 
-Compute = Callable[[HotPrefix], Awaitable[None]]
+Compute = Callable[[HotPrefix], Awaitable[bool]]
+"""Computes a prefix; false when that did not work and others still may."""
 
 
 async def fill(plan: Sequence[Ranked], compute: Compute, target: float, progress: Progress) -> None:
@@ -85,7 +87,8 @@ async def fill(plan: Sequence[Ranked], compute: Compute, target: float, progress
             if progress.share >= target:
                 progress.ended = "target"
                 return
-            await compute(one.prefix)
+            if not await compute(one.prefix):
+                continue
             progress.num_done += 1
             progress.num_tokens += one.num_new_tokens
             progress.saved += one.saved_tokens
@@ -97,17 +100,18 @@ async def fill(plan: Sequence[Ranked], compute: Compute, target: float, progress
 
 
 def make_plan(
-    prefixes: Iterable[HotPrefix], *, num_blocks: int, block_size: int, max_model_len: int
+    prefixes: Iterable[HotPrefix], *, num_blocks: int, block_size: int, max_model_len: int, vocab_size: int
 ) -> tuple[list[Ranked], float]:
     """What this worker can compute of them, dearest first, and what all of them would save.
 
-    Adapters are not loaded here, so their prefixes are left out; ends are cut to this worker's whole blocks.
+    Adapters are not loaded here, so their prefixes are left out, and so is what holds ids beyond the vocabulary. Ends
+    are cut to this worker's whole blocks.
     """
     known = list(prefixes)
     usable = []
     for one in known:
         length = min(one.num_tokens, max_model_len - 1) // block_size * block_size
-        if length and not one.lora:
+        if length and not one.lora and np.frombuffer(one.token_ids, dtype="<u4").max() < vocab_size:
             usable.append(HotPrefix(one.token_ids[: 4 * length], one.hits, one.lora, one.cache_salt))
     room = int(POOL_SHARE * num_blocks) * block_size
     return by_value(usable, room), saved_tokens(known)
@@ -182,6 +186,7 @@ class Prewarm:
         tokenizer: str,
         block_size: int,
         max_model_len: int,
+        vocab_size: int,
         target: float,
     ) -> None:
         self.progress = Progress()
@@ -190,6 +195,7 @@ class Prewarm:
         self._tokenizer = tokenizer
         self._block_size = block_size
         self._max_model_len = max_model_len
+        self._vocab_size = vocab_size
         self._target = target
         self._in_engine: set[int] = set()
 
@@ -219,6 +225,7 @@ class Prewarm:
             num_blocks=self._engine.snapshot().num_blocks,
             block_size=self._block_size,
             max_model_len=self._max_model_len,
+            vocab_size=self._vocab_size,
         )
         progress.num_prefixes = len(plan)
         if not plan:
@@ -243,7 +250,7 @@ class Prewarm:
                     return reason
             await asyncio.sleep(_LOOK_PERIOD_S)
 
-    async def _compute(self, prefix: HotPrefix) -> None:
+    async def _compute(self, prefix: HotPrefix) -> bool:
         ended: asyncio.Future[Ending] = asyncio.get_running_loop().create_future()
 
         def sink(item: Piece | Ending) -> None:
@@ -255,7 +262,8 @@ class Prewarm:
         ending = await ended
         self._in_engine.discard(number)
         if ending.failure is not None:
-            raise RuntimeError(f"{ending.failure.value} {ending.detail}".strip())
+            logger.warning("prewarm: a prefix of %d tokens failed: %s", prefix.num_tokens, ending.failure.value)
+        return ending.failure is None
 
 
 def _request(prefix: HotPrefix) -> Request:
