@@ -22,6 +22,7 @@ from warmfront_pb.v1 import common_pb2, inference_pb2, worker_pb2
 
 from router.config import RouterConfig
 from router.errors import DeadlineError, NoReplicaReadyError, OverloadedError, RouterError, WorkerFailedError
+from router.explain import Absence, RecentDecisions, Record
 from router.fleet import Fleet, Member
 from router.load import Ticket
 from router.metrics import RouterMetrics
@@ -35,6 +36,7 @@ log = logging.getLogger(__name__)
 _MAX_RETRIES = 2
 _RETRY_JITTER_S = 0.02
 _RETRY_AFTER_S = 1.0
+_FAILING = Absence("READY", "failing", "its last calls failed: it is left alone for some seconds")
 
 
 @dataclass(slots=True)
@@ -47,7 +49,7 @@ class Route:
     num_retries: int = 0
     was_continued: bool = False
     first_token_s: float | None = None  # since the request arrived
-    decision: Decision | None = None
+    record: Record | None = None  # of the last decision
 
     def headers(self, request_id: str, policy: str) -> list[tuple[str, str]]:
         """What the client is told of it: HTTP headers or trailing metadata."""
@@ -71,6 +73,7 @@ class Dispatcher:
         self._rng = random.Random()
         self._troubled: set[Member] = set()  # whose breaker is not closed
         self._placement = Placement(fleet.index, fleet.loads, config.policy, self._rng)
+        self.recent = RecentDecisions()
 
     async def prepare(
         self,
@@ -106,6 +109,23 @@ class Dispatcher:
             session=session,
         )
 
+    async def explain(self, request: inference_pb2.GenerateRequest, session: str = "") -> Record:
+        """What would be decided for a request now, with nothing sent, charged or counted. Raises ``RouterError``."""
+        model = self._fleet.profile
+        check(request, model)
+        packed = await prompt_ids(request, model)
+        call = worker_pb2.WorkerGenerateRequest(
+            token_ids=packed, sampling=request.sampling, cache_salt=request.cache_salt
+        )
+        num_tokens = len(packed) // 4
+        keys = self._keys(call)
+        now = time.monotonic()
+        caches, passed_over = self._eligible({}, now)
+        decision = None
+        if caches:
+            decision = self._placement.preview(num_tokens, keys, self._block_size, caches, now, session)
+        return self._record("", num_tokens, keys, decision, passed_over)
+
     def ended(self, request_id: str, status: str, work: Work | None, route: Route) -> None:
         """Count a request and write its line, whatever became of it. ``status`` is a gRPC status name."""
         self._metrics.requests.labels(status).inc()
@@ -126,11 +146,11 @@ class Dispatcher:
         Close the iterator to give up: the replica is told at once. Raises ``RouterError``.
         """
         deadline_s = work.arrived_s + work.timeout_s
-        keys = self._keys(work)
+        keys = self._keys(work.call)
         self._metrics.prompt_tokens.inc(work.num_tokens)
         may_move = self._config.continue_streams and _can_move(work.call.sampling)
         delivered: list[bytes] = []
-        excluded: set[str] = set()
+        excluded: dict[str, Absence] = {}
         while True:
             num_before = len(delivered)
             member, ticket = self._place(work, keys, excluded, route)
@@ -163,7 +183,8 @@ class Dispatcher:
                 "replica failed a request request=%s replica=%s status=%s messages=%d error=%r",
                 *(work.request_id, member.replica.id, failure.status, len(delivered), failure.message),
             )
-            excluded.add(member.replica.id)
+            reason = "overloaded" if failure.status == "RESOURCE_EXHAUSTED" else "excluded"
+            excluded[member.replica.id] = Absence("READY", reason, f"{failure.status}: {failure.message}")
             if len(delivered) == num_before:
                 await self._before_retry(failure, route, excluded, deadline_s)
                 continue
@@ -183,57 +204,97 @@ class Dispatcher:
         call.token_ids += output
         call.num_prior_output_tokens = len(output) // 4
         rest = replace(work, call=call, num_tokens=len(call.token_ids) // 4)
-        return rest, self._keys(rest)
+        return rest, self._keys(rest.call)
 
     def _first_token(self, work: Work, route: Route, now: float) -> None:
         if route.first_token_s is None:
             route.first_token_s = now - work.arrived_s
+            if route.record is not None:
+                route.record.ttft_s = route.first_token_s
             self._metrics.ttft_seconds.observe(route.first_token_s)
 
-    def _keys(self, work: Work) -> array[int]:
+    def _keys(self, call: worker_pb2.WorkerGenerateRequest) -> array[int]:
         """Index keys of the prompt's full blocks; hashed here and nowhere else in the router."""
         chains = self._fleet.chains
         if chains is None or not any(cache.prefix_caching for cache in self._fleet.ready_caches.values()):
             return array("Q")
-        if work.call.sampling.HasField("prompt_logprobs"):
+        if call.sampling.HasField("prompt_logprobs"):
             return array("Q")  # each of its prompt tokens is computed, whatever is cached
-        return chains.keys(work.call.token_ids, work.call.cache_salt)
+        return chains.keys(call.token_ids, call.cache_salt)
 
-    def _place(self, work: Work, keys: array[int], excluded: set[str], route: Route) -> tuple[Member, Ticket]:
+    def _place(
+        self, work: Work, keys: array[int], excluded: Mapping[str, Absence], route: Route
+    ) -> tuple[Member, Ticket]:
         """Decide and charge, in one go: nobody else decides between the two."""
         started = time.perf_counter()
         now = time.monotonic()
-        caches = self._eligible(excluded, now)
-        scheme = self._fleet.scheme
-        block_size = scheme.block_size if scheme is not None else 1
-        placed = self._placement.place(work.num_tokens, keys, block_size, caches, now, work.session)
+        caches, passed_over = self._eligible(excluded, now)
+        if not caches:
+            raise NoReplicaReadyError(
+                f"{self._fleet.why_not_ready() or 'every ready replica failed this request'}: retry soon",
+                retry_after_s=_RETRY_AFTER_S,
+            )
+        placed = self._placement.place(work.num_tokens, keys, self._block_size, caches, now, work.session)
         decision = placed.decision
         chosen = decision.chosen
         member = self._fleet.ready[chosen.replica]
         member.breaker.start()
         route.replica = chosen.replica
         route.matched_tokens = chosen.matched_tokens
-        route.decision = decision
+        route.record = self._record(work.request_id, work.num_tokens, keys, decision, passed_over, route.num_retries)
+        self.recent.add(route.record)
         self._metrics.decision_seconds.observe(time.perf_counter() - started)
         self._metrics.matched_tokens.inc(chosen.matched_tokens)
         self._metrics.regret_tokens.inc(decision.regret_tokens)
         return member, placed.ticket
 
-    def _eligible(self, excluded: set[str], now: float) -> Mapping[str, common_pb2.CacheState]:
-        """Ready replicas that have not failed this request; those behind an open breaker only when all are."""
+    def _record(
+        self,
+        request_id: str,
+        num_tokens: int,
+        keys: array[int],
+        decision: Decision | None,
+        passed_over: Mapping[str, Absence],
+        num_retries: int = 0,
+    ) -> Record:
+        return Record(
+            request_id=request_id,
+            decided_at_s=time.time(),
+            policy=self._config.policy,
+            num_tokens=num_tokens,
+            num_blocks=len(keys),
+            block_size=self._block_size,
+            num_retries=num_retries,
+            decision=decision,
+            absent=self._fleet.absent,
+            passed_over=passed_over,
+            eligible=self._fleet.ready_caches,
+        )
+
+    @property
+    def _block_size(self) -> int:
+        scheme = self._fleet.scheme
+        return scheme.block_size if scheme is not None else 1
+
+    def _eligible(
+        self, excluded: Mapping[str, Absence], now: float
+    ) -> tuple[Mapping[str, common_pb2.CacheState], Mapping[str, Absence]]:
+        """Ready replicas that have not failed this request; those behind an open breaker only when all are.
+
+        And the other ready ones, with the reason.
+        """
         caches = self._fleet.ready_caches
         self._troubled = {member for member in self._troubled if member.breaker.is_troubled and not member.has_left}
         if excluded:
             caches = {name: cache for name, cache in caches.items() if name not in excluded}
-        if not caches:
-            raise NoReplicaReadyError(
-                f"{self._fleet.why_not_ready() or 'every ready replica failed this request'}: retry soon",
-                retry_after_s=_RETRY_AFTER_S,
-            )
+        passed_over = dict(excluded)
         avoided = {member.replica.id for member in self._troubled if not member.breaker.allows(now)}
-        if not avoided:
-            return caches
-        return {name: cache for name, cache in caches.items() if name not in avoided} or caches
+        if avoided:
+            allowed = {name: cache for name, cache in caches.items() if name not in avoided}
+            if allowed:
+                passed_over |= {name: _FAILING for name in caches if name in avoided}
+                caches = allowed
+        return caches, passed_over
 
     def _call(self, member: Member, work: Work, deadline_s: float) -> WorkerStream:
         work.call.generation = member.replica.generation
@@ -247,9 +308,13 @@ class Dispatcher:
         ticket.close(time.monotonic(), event_seq, output_keys)
         if "wf-cached-tokens" in trailing:
             route.cached_tokens = int(trailing["wf-cached-tokens"])
+            if route.record is not None:
+                route.record.cached_tokens = route.cached_tokens
             self._metrics.prediction_error_tokens.observe(route.matched_tokens - route.cached_tokens)
 
-    async def _before_retry(self, failure: WorkerError, route: Route, excluded: set[str], deadline_s: float) -> None:
+    async def _before_retry(
+        self, failure: WorkerError, route: Route, excluded: Mapping[str, Absence], deadline_s: float
+    ) -> None:
         """Wait a moment, or raise where another replica would not help."""
         if failure.status in CLIENT_STATUSES:
             if failure.status == "DEADLINE_EXCEEDED":

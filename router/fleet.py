@@ -18,6 +18,7 @@ from router.breaker import Breaker
 from router.chain_memo import ChainMemo
 from router.config import RouterConfig
 from router.errors import NoReplicaReadyError, RouterError
+from router.explain import Absence
 from router.hot import HotPrefixes
 from router.index_mirror import IndexMirror
 from router.load import LoadBook
@@ -51,6 +52,7 @@ class Fleet:
         self.members: dict[str, Member] = {}
         self.ready: dict[str, Member] = {}  # those that take user traffic; replaced, never changed
         self.ready_caches: dict[str, common_pb2.CacheState] = {}  # the same replicas' caches, as their leases tell
+        self.absent: dict[str, Absence] = {}  # the other members, and why they take none
         self.index = PrefixIndex()
         self.loads = LoadBook()
         self.scheme: HashScheme | None = None
@@ -147,6 +149,9 @@ class Fleet:
                 self.hot.follow(lease, self.index)
         self.ready = {name: member for name, member in self.members.items() if member.replica.is_ready}
         self.ready_caches = {name: member.replica.lease.cache for name, member in self.ready.items()}
+        self.absent = {
+            name: _absence(member.replica) for name, member in self.members.items() if name not in self.ready
+        }
         for replica_id in self.members:
             self.loads.confirm(replica_id, self.mirror.applied_seq(replica_id), now)
         self._report()
@@ -249,6 +254,13 @@ def scheme_fault(config: RouterConfig, contract: common_pb2.Contract) -> str:
             "give all of them the same WARMFRONT_HASH_SEED or --prefix-caching-hash-seed-file"
         )
     return ""
+
+
+def _absence(replica: Replica) -> Absence:
+    state = common_pb2.ReplicaState.Name(replica.lease.state)
+    if replica.fault:
+        return Absence(state, "contract", replica.fault)
+    return Absence(state, state.lower(), replica.lease.fault)
 
 
 def _report_end(task: "asyncio.Task[None]") -> None:

@@ -16,7 +16,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route as Path
 from starlette.types import Receive, Scope, Send
-from warmfront_pb.v1 import inference_pb2
+from warmfront_pb.v1 import admin_pb2, inference_pb2
 
 from router import openai_api
 from router.admin import Admin
@@ -29,10 +29,11 @@ from router.errors import (
     NotFoundError,
     RouterError,
 )
+from router.explain import as_json, explain
 from router.fleet import Fleet
 from router.metrics import RouterMetrics
 from router.request import Work
-from router.service import request_id_of
+from router.service import EXPLAIN_HEADER, request_id_of
 
 log = logging.getLogger(__name__)
 
@@ -66,6 +67,7 @@ class HttpFront:
             Path("/v1/models/{name:path}", self._model, methods=["GET"]),
             Path("/v1/replicas", self._replicas, methods=["GET"]),
             Path("/v1/drain", self._drain, methods=["POST"]),
+            Path("/v1/explain", self._explain, methods=["POST"]),
             Path("/healthz", self._healthz, methods=["GET"]),
             Path("/readyz", self._readyz, methods=["GET"]),
             Path("/metrics", self._metrics_text, methods=["GET"]),
@@ -163,6 +165,18 @@ class HttpFront:
         running = await self._admin.drain(body.replica, body.deadline_ms)
         return _json({"replica": body.replica, "running": running})
 
+    async def _explain(self, http: Request) -> Response:
+        """The newest decisions, that for one request, or the one that a body of a completion would have now."""
+        asked = openai_api.parse_explain(await self._body(http))
+        recent = self._dispatcher.recent
+        if isinstance(asked, int):
+            return _json(as_json(admin_pb2.ExplainResponse(explanations=map(explain, recent.last(asked)))))
+        if isinstance(asked, str):
+            return _json(as_json(explain(recent.of(asked))))
+        request, session = asked
+        record = await self._dispatcher.explain(request, http.headers.get("x-warmfront-session", "") or session)
+        return _json(as_json(explain(record)))
+
     async def _healthz(self, http: Request) -> Response:
         return Response("ok\n", media_type="text/plain")
 
@@ -216,6 +230,7 @@ class _Answer:
         trusts = front._config.trust_tenant_header
         self._tenant = http.headers.get("x-warmfront-tenant", "") if trusts else ""
         self._route = Route()  # of the first prompt: what the headers tell
+        self._wants_explanation = http.headers.get(EXPLAIN_HEADER) == "1"
         self._usages: list[inference_pb2.Usage] = []
         self._choices_per_prompt = body.n or 1
         self._created = int(time.time())
@@ -332,7 +347,8 @@ class _Answer:
             if self._body.return_token_ids:
                 item["token_ids"] = openai_api.token_ids_json(bytes(choice.token_ids))
             items.append(item)
-        return {**self._head(self._object), "choices": items, "usage": openai_api.usage_json(self._usages)}
+        usage = openai_api.usage_json(self._usages)
+        return {**self._head(self._object), "choices": items, "usage": usage, **self._explanation()}
 
     # Events
 
@@ -351,8 +367,11 @@ class _Answer:
             async for message in rest:
                 for item in self._chunk_choices(message, choices):
                     yield _event({**head, "choices": [item]})
+            last = self._explanation()
             if tells_usage:
-                yield _event({**head, "choices": [], "usage": openai_api.usage_json(self._usages)})
+                last["usage"] = openai_api.usage_json(self._usages)
+            if last:
+                yield _event({**head, "choices": [], **last})
         except RouterError as error:
             yield _event(_error_json(error))
         yield _DONE
@@ -383,6 +402,11 @@ class _Answer:
     ) -> dict[str, Any]:
         content: dict[str, Any] = {"delta": delta} if self._is_chat else {"text": text}
         return {"index": index, **content, "logprobs": logprobs, "finish_reason": None}
+
+    def _explanation(self) -> dict[str, Any]:
+        """Where the header asks for it: why the first prompt went where it went."""
+        record = self._route.record
+        return {"warmfront": as_json(explain(record))} if self._wants_explanation and record is not None else {}
 
     def _head(self, kind: str) -> dict[str, Any]:
         model = self._body.model or self._front._fleet.profile.name

@@ -163,6 +163,40 @@ def parse(body: bytes, kind: type[Body]) -> Body:
         raise InvalidRequestError(f"the body is not valid UTF-8: {error}") from None
 
 
+def parse_explain(body: bytes) -> int | str | tuple[inference_pb2.GenerateRequest, str]:
+    """What ``POST /v1/explain`` is asked: the last so many, a request's id, or a request and its session.
+
+    Raises ``RouterError``.
+    """
+    try:
+        fields = msgspec.json.decode(body, type=dict[str, Raw])
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise InvalidRequestError(f"the body is not a JSON object: {error}") from None
+    if "messages" in fields:
+        chat = parse(body, ChatBody)
+        return chat_request(chat), chat.prompt_cache_key or ""
+    if "prompt" in fields:
+        completion = parse(body, CompletionBody)
+        requests = completion_requests(completion)
+        if len(requests) > 1:
+            raise InvalidRequestError(f"prompt has {len(requests)} entries: ask about one at a time", param="prompt")
+        return requests[0], completion.prompt_cache_key or ""
+    try:
+        which = msgspec.json.decode(body, type=_Which)
+    except msgspec.ValidationError as error:
+        raise _invalid_body(str(error)) from None
+    if which.request_id:
+        return which.request_id
+    if which.last:
+        return which.last
+    raise InvalidRequestError("give the body of a completion, a request_id or last")
+
+
+class _Which(Struct, forbid_unknown_fields=True):
+    request_id: str = ""
+    last: Count = 0
+
+
 def chat_request(body: ChatBody) -> inference_pb2.GenerateRequest:
     """Our message for a chat. Raises ``RouterError``."""
     _refuse(body, "tools", "functions", "function_call", "audio", "web_search_options", "reasoning_effort")

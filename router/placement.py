@@ -25,8 +25,10 @@ _AFFINITY_BLOCKS = 16  # the front that consistent_hash keeps together
 _MAX_EXACT = 32
 _NUM_HOLDERS = 8
 _NUM_SAMPLED = 12
-_SHORTLISTING = ("warmfront", "predicted_ttft", "longest_prefix", "least_load")  # the others need to see everybody
+# The policies that this suits; the others need to see everybody.
+_SHORTLISTING = ("warmfront", "warmfront_sticky", "predicted_ttft", "longest_prefix", "least_load")
 _MAX_RECENT = 4096
+_NOTHING = Depths(0, 0)
 
 
 class CacheView(Protocol):
@@ -84,13 +86,9 @@ class Placement:
 
         ``keys`` are those of the prompt's full blocks; empty where nothing is cached.
         """
-        candidates, depths = self.candidates(num_tokens, keys, block_size, caches, now)
-        affinity = session
-        if not affinity and keys:
-            affinity = str(keys[min(len(keys), _AFFINITY_BLOCKS) - 1])
-        ask = Ask(num_tokens, affinity, bool(session), self._turn)
+        candidates, depths = self._candidates(num_tokens, keys, block_size, caches, now)
+        decision = self._choose(num_tokens, keys, session, candidates, self._rng)
         self._turn += 1
-        decision = choose(self._policy, ask, candidates, self._rng, self._rules)
         chosen = decision.chosen
         missing_keys: Sequence[int] = ()
         if caches[chosen.replica].prefix_caching:
@@ -101,20 +99,50 @@ class Placement:
             decision, self._loads.charge(chosen.replica, num_tokens - chosen.matched_tokens, missing_keys, now)
         )
 
-    def candidates(
-        self, num_tokens: int, keys: array[int], block_size: int, caches: Mapping[str, CacheView], now: float
+    def preview(
+        self,
+        num_tokens: int,
+        keys: array[int],
+        block_size: int,
+        caches: Mapping[str, CacheView],
+        now: float,
+        session: str = "",
+    ) -> Decision:
+        """What ``place`` would decide of all replicas. Nothing is charged and nothing changes."""
+        candidates, _ = self._candidates(num_tokens, keys, block_size, caches, now, sees_all=True)
+        rng = random.Random()
+        rng.setstate(self._rng.getstate())
+        return self._choose(num_tokens, keys, session, candidates, rng)
+
+    def _choose(
+        self, num_tokens: int, keys: array[int], session: str, candidates: list[Candidate], rng: random.Random
+    ) -> Decision:
+        affinity = session
+        if not affinity and keys:
+            affinity = str(keys[min(len(keys), _AFFINITY_BLOCKS) - 1])
+        ask = Ask(num_tokens, affinity, bool(session), self._turn)
+        return choose(self._policy, ask, candidates, rng, self._rules)
+
+    def _candidates(
+        self,
+        num_tokens: int,
+        keys: array[int],
+        block_size: int,
+        caches: Mapping[str, CacheView],
+        now: float,
+        sees_all: bool = False,
     ) -> tuple[list[Candidate], dict[str, int]]:
         """What a policy may know of each replica, and how many leading blocks each holds, pending ones included."""
         reported = self._index.match(keys)
         most = (num_tokens - 1) // block_size  # the last token is computed in any case
         candidates, depths = [], {}
         names: Iterable[str] = caches
-        if len(caches) > _MAX_EXACT and self._policy in _SHORTLISTING:
+        if not sees_all and len(caches) > _MAX_EXACT and self._policy in _SHORTLISTING:
             names = self._shortlist(keys, reported, caches)
         for name in names:
             cache = caches[name]
             load = self._loads.of(name)
-            held = reported[name].total if name in reported else 0
+            on_device, held = reported.get(name, _NOTHING)
             depth = load.depth(keys, held) if load.pending else held
             depths[name] = depth
             matched = min(depth, most) if cache.prefix_caching else 0
@@ -124,6 +152,7 @@ class Placement:
                     replica=name,
                     matched_tokens=matched * block_size,
                     pending_tokens=max(0, matched - held) * block_size,
+                    host_tokens=max(0, min(matched, held) - on_device) * block_size,
                     waiting_tokens=load.waiting_tokens,
                     waiting_requests=load.waiting_requests,
                     in_flight=load.in_flight,

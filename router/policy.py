@@ -17,7 +17,7 @@ replicates under load. There is no threshold. The other policies are for compari
 import hashlib
 import random
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 DISPLACEMENT_WEIGHT = 2.0  # flat from 1 to 4 in simulation
 _MAX_AGE_RATIO = 4.0
@@ -33,6 +33,7 @@ class Candidate:
     replica: str
     matched_tokens: int = 0  # whole blocks held there, sure to come ones (pending) included
     pending_tokens: int = 0  # the part of matched_tokens that the replica has not reported yet
+    host_tokens: int = 0  # the part of matched_tokens that lies in host memory
     waiting_tokens: float = 0.0  # charged to requests there without a first token
     waiting_requests: int = 0  # L
     in_flight: int = 0
@@ -63,6 +64,8 @@ class Decision:
     policy: str
     costs: list[Cost]
     best_matched_tokens: int  # of the eligible replica that holds most
+    scores: list[float] = field(default_factory=list)  # per candidate, the lowest wins; empty: the policy has none
+    candidates: Sequence[Candidate] = ()
 
     @property
     def regret_tokens(self) -> int:
@@ -96,11 +99,18 @@ def choose(
     """
     decision = (rules or POLICIES)[policy](ask, candidates, rng)
     decision.policy = policy
+    decision.candidates = candidates
     return decision
 
 
-def marginal_costs(num_tokens: int, candidates: Sequence[Candidate]) -> list[Cost]:
-    """What each candidate would cost, in their order."""
+def marginal_costs(
+    num_tokens: int,
+    candidates: Sequence[Candidate],
+    *,
+    own_weight: float = 1.0,
+    displacement_weight: float = DISPLACEMENT_WEIGHT,
+) -> list[Cost]:
+    """What each candidate would cost, in their order. ``own_weight``: how often my prefill counts for myself."""
     ages = [c.lru_age_s for c in candidates if c.lru_age_s > 0]
     mean_age = sum(ages) / len(ages) if ages else 0.0
     # Idle replicas of about one speed count as equally fast: what was learned last must not send all of a light load
@@ -120,13 +130,19 @@ def marginal_costs(num_tokens: int, candidates: Sequence[Candidate]) -> list[Cos
         if missing > c.free_tokens:
             ratio = mean_age / c.lru_age_s if c.lru_age_s > 0 else 1.0
             displaced_s = (missing - c.free_tokens) / speed * min(_MAX_AGE_RATIO, ratio)
-        total_s = wait_s + (1 + c.waiting_requests) * miss_s + DISPLACEMENT_WEIGHT * displaced_s
+        total_s = wait_s + (own_weight + c.waiting_requests) * miss_s + displacement_weight * displaced_s
         costs.append(Cost(c.replica, c.matched_tokens, c.pending_tokens, wait_s, miss_s, displaced_s, total_s))
     return costs
 
 
 def _warmfront(ask: Ask, candidates: Sequence[Candidate], rng: random.Random) -> Decision:
     costs = marginal_costs(ask.num_tokens, candidates)
+    return _decide(candidates, [cost.total_s for cost in costs], rng, costs)
+
+
+def _warmfront_sticky(ask: Ask, candidates: Sequence[Candidate], rng: random.Random) -> Decision:
+    """The default with more regard for what lies warm: about 2 % more hits, the work less evenly spread."""
+    costs = marginal_costs(ask.num_tokens, candidates, own_weight=2.1, displacement_weight=3.0)
     return _decide(candidates, [cost.total_s for cost in costs], rng, costs)
 
 
@@ -171,6 +187,7 @@ def _session(ask: Ask, candidates: Sequence[Candidate], rng: random.Random) -> D
 
 POLICIES: dict[str, Policy] = {
     "warmfront": _warmfront,
+    "warmfront_sticky": _warmfront_sticky,
     "longest_prefix": _longest_prefix,
     "predicted_ttft": _predicted_ttft,
     "least_load": _least_load,
@@ -190,11 +207,16 @@ def _decide(
     if len(tied) > 1:
         fewest = min(c.in_flight for c in tied)
         tied = [c for c in tied if c.in_flight == fewest]
-    return _take(candidates, tied[0] if len(tied) == 1 else rng.choice(tied), costs)
+    return _take(candidates, tied[0] if len(tied) == 1 else rng.choice(tied), costs, scores)
 
 
-def _take(candidates: Sequence[Candidate], chosen: Candidate, costs: list[Cost] | None = None) -> Decision:
-    return Decision(chosen, "", costs or [], max(c.matched_tokens for c in candidates))
+def _take(
+    candidates: Sequence[Candidate],
+    chosen: Candidate,
+    costs: list[Cost] | None = None,
+    scores: list[float] | None = None,
+) -> Decision:
+    return Decision(chosen, "", costs or [], max(c.matched_tokens for c in candidates), scores or [])
 
 
 def _fewest_in_flight(candidates: Sequence[Candidate]) -> Candidate:

@@ -19,7 +19,8 @@ from warmfront_pb.v1 import admin_pb2, inference_pb2
 from router.admin import Admin
 from router.config import RouterConfig
 from router.dispatch import Dispatcher, Route
-from router.errors import RouterError
+from router.errors import InvalidRequestError, RouterError
+from router.explain import as_metadata, explain
 from router.fleet import Fleet
 from router.worker_client import MAX_MESSAGE_BYTES
 
@@ -27,6 +28,7 @@ log = logging.getLogger(__name__)
 
 INFERENCE_SERVICE = "warmfront.v1.Inference"
 ADMIN_SERVICE = "warmfront.v1.Admin"
+EXPLAIN_HEADER = "x-warmfront-explain"
 _REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}")
 
 Context = grpc.aio.ServicerContext[Any, Any]
@@ -82,6 +84,11 @@ class GrpcFront:
                             request_deserializer=admin_pb2.DrainReplicaRequest.FromString,
                             response_serializer=admin_pb2.DrainReplicaResponse.SerializeToString,
                         ),
+                        "Explain": grpc.unary_unary_rpc_method_handler(
+                            self._explain,
+                            request_deserializer=admin_pb2.ExplainRequest.FromString,
+                            response_serializer=admin_pb2.ExplainResponse.SerializeToString,
+                        ),
                     },
                 ),
             )
@@ -126,7 +133,10 @@ class GrpcFront:
             async with aclosing(self._dispatcher.generate(work, route)) as messages:
                 async for message in messages:
                     yield message
-            context.set_trailing_metadata(route.headers(request_id, self._config.policy))
+            trailing = route.headers(request_id, self._config.policy)
+            if metadata.get(EXPLAIN_HEADER) == "1" and route.record is not None:
+                trailing.append((EXPLAIN_HEADER, as_metadata(explain(route.record))))
+            context.set_trailing_metadata(trailing)
             status = "OK"
         except RouterError as error:
             status = error.status
@@ -163,6 +173,24 @@ class GrpcFront:
         except RouterError as error:
             await _abort(context, error)
             raise
+
+    async def _explain(self, request: admin_pb2.ExplainRequest, context: Context) -> admin_pb2.ExplainResponse:
+        recent = self._dispatcher.recent
+        try:
+            match request.WhichOneof("of"):
+                case "request":
+                    session = _text_metadata(context).get("x-warmfront-session", "")
+                    records = [await self._dispatcher.explain(request.request, session)]
+                case "request_id":
+                    records = [recent.of(request.request_id)]
+                case "last":
+                    records = recent.last(request.last)
+                case _:
+                    raise InvalidRequestError("give a request, a request_id or last")
+        except RouterError as error:
+            await _abort(context, error)
+            raise
+        return admin_pb2.ExplainResponse(explanations=map(explain, records))
 
 
 def _text_metadata(context: Context) -> dict[str, str]:

@@ -14,6 +14,7 @@ COMMANDS = {
     "up": ("warmfront.up", "up", "Run a cluster on this machine, in the foreground."),
     "chat": ("warmfront.chat", "chat", "Talk to a cluster; see what each answer cost."),
     "status": ("warmfront.status", "status", "Show replicas, caches, hit rates and load."),
+    "explain": ("warmfront.explain", "explain", "Show why requests went where they went."),
     "compare": ("warmfront.compare", "compare", "Send prompts cold, warm and to a worker without a cache."),
     "generate": ("warmfront.chat", "generate", "Answer one prompt, for scripts."),
     "replay": ("warmfront.replay.command", "replay", "Compare policies on a recorded load, without a cluster."),

@@ -68,6 +68,31 @@ def replica(name: str, state: str = "READY", **changes: Any) -> dict[str, Any]:
     }
 
 
+def explanation(request_id: str) -> dict[str, Any]:
+    """One answer of /v1/explain."""
+    counts = ("device_blocks", "host_blocks", "pending_blocks", "matched_tokens", "waiting_tokens", "waiting_requests")
+    times = ("predicted_ttft_s", "wait_s", "miss_s", "displaced_s", "cost_s")
+    common = {"state": "READY", "detail": "", "in_flight": 0, **dict.fromkeys((*counts, *times), 0)}
+    return {
+        "request_id": request_id,
+        "decided_at_s": 1767225600.0,
+        "policy": "warmfront",
+        "chosen": "w0",
+        "reason": "warmest",
+        "prompt_tokens": 1000,
+        "full_blocks": 62,
+        "block_size": 16,
+        "retries": 0,
+        "left_out": 0,
+        "cached_tokens": 992,
+        "ttft_s": 0.02,
+        "replicas": [
+            {**common, "replica": "w0", "reason": "chosen", "device_blocks": 62, "matched_tokens": 992},
+            {**common, "replica": "w1", "reason": "contract", "detail": "dtype is 'a', the fleet has 'b'"},
+        ],
+    }
+
+
 @contextmanager
 def fake_router() -> Iterator[FakeRouter]:
     """A running one, on a free port of 127.0.0.1."""
@@ -98,6 +123,10 @@ def fake_router() -> Iterator[FakeRouter]:
                     if state.drains:
                         state.replicas = [one for one in state.replicas if one["id"] != body["replica"]]
                     self._json(200, {"replica": body["replica"], "running": 1})
+                case "/v1/explain":
+                    state.bodies.append(body)
+                    one = explanation(body.get("request_id", ""))
+                    self._json(200, {"explanations": [one]} if "last" in body else one)
                 case "/v1/completions":
                     self._generate(body, body["prompt"], lambda text: {"text": text})
                 case "/v1/chat/completions":

@@ -47,7 +47,9 @@ def test_an_error_of_the_router_is_one_line_and_its_exit_code_says_whose_fault(c
     assert (cut.exit_code, "closed the connection in mid-answer" in cut.err) == (1, True)
 
 
-@pytest.mark.parametrize("command", [("status",), ("chat",), ("compare",), ("drain", "w0"), ("generate",)])
+@pytest.mark.parametrize(
+    "command", [("status",), ("chat",), ("compare",), ("drain", "w0"), ("generate",), ("explain",)]
+)
 def test_without_a_cluster_the_error_says_how_to_start_one(cli: Cli, command: tuple[str, ...]) -> None:
     more = ("--prompt-file", "-", "--max-tokens", "1") if command == ("generate",) else ()
     more += ("--model", "/none") if command == ("compare",) else ()
@@ -150,3 +152,24 @@ def test_an_address_that_is_none_is_refused() -> None:
         with pytest.raises(WrongUse, match="no HTTP address"):
             Client(url)
     assert Client("127.0.0.1:8000").url == "http://127.0.0.1:8000"
+
+
+def test_explain_shows_one_decision_and_who_was_refused_why(cli: Cli, router: FakeRouter) -> None:
+    result = cli("explain", "--url", router.url, "a prompt")
+    assert result.exit_code == 0, result.err
+    assert "1,000 tokens, 62 blocks of 16, to w0 by warmfront: nobody holds more" in result.out
+    assert "w1: dtype is 'a', the fleet has 'b'" in result.out
+    assert router.bodies[-1] == {"messages": [{"role": "user", "content": "a prompt"}]}
+    assert cli("explain", "--url", router.url, "--completion", "a prompt").exit_code == 0
+    assert router.bodies[-1] == {"prompt": "a prompt"}
+    assert cli("explain", "--url", router.url, "--request-id", "r7").out.startswith("r7: 1,000 tokens")
+
+
+def test_explain_lists_the_last_decisions_and_prints_json(cli: Cli, router: FakeRouter) -> None:
+    result = cli("explain", "--url", router.url, "--last", "3")
+    assert (result.exit_code, "992" in result.out, "warmest" in result.out) == (0, True, True)
+    assert router.bodies[-1] == {"last": 3}
+    told = json.loads(cli("explain", "--url", router.url, "--json").out)
+    assert (told["explanations"][0]["chosen"], router.bodies[-1]) == ("w0", {"last": 20})
+    both = cli("explain", "--url", router.url, "--last", "3", "a prompt")
+    assert (both.exit_code, "not two of them" in both.err) == (2, True)

@@ -23,25 +23,34 @@ _sym_db = _symbol_database.Default()
 
 
 from warmfront_pb.v1 import common_pb2 as warmfront__pb_dot_v1_dot_common__pb2
+from warmfront_pb.v1 import inference_pb2 as warmfront__pb_dot_v1_dot_inference__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1bwarmfront_pb/v1/admin.proto\x12\x0cwarmfront.v1\x1a\x1cwarmfront_pb/v1/common.proto\"\x15\n\x13ListReplicasRequest\"N\n\x14ListReplicasResponse\x12\r\n\x05\x66leet\x18\x01 \x01(\t\x12\'\n\x08replicas\x18\x02 \x03(\x0b\x32\x15.warmfront.v1.Replica\"\x93\x01\n\x07Replica\x12)\n\x05lease\x18\x01 \x01(\x0b\x32\x1a.warmfront.v1.ReplicaLease\x12\x13\n\x0blease_age_s\x18\x02 \x01(\x01\x12\x14\n\x0cindex_blocks\x18\x03 \x01(\x04\x12\x17\n\x0finflight_tokens\x18\x04 \x01(\x04\x12\x19\n\x11inflight_requests\x18\x05 \x01(\r\";\n\x13\x44rainReplicaRequest\x12\x0f\n\x07replica\x18\x01 \x01(\t\x12\x13\n\x0b\x64\x65\x61\x64line_ms\x18\x02 \x01(\r\"\'\n\x14\x44rainReplicaResponse\x12\x0f\n\x07running\x18\x01 \x01(\r2\xb5\x01\n\x05\x41\x64min\x12U\n\x0cListReplicas\x12!.warmfront.v1.ListReplicasRequest\x1a\".warmfront.v1.ListReplicasResponse\x12U\n\x0c\x44rainReplica\x12!.warmfront.v1.DrainReplicaRequest\x1a\".warmfront.v1.DrainReplicaResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1bwarmfront_pb/v1/admin.proto\x12\x0cwarmfront.v1\x1a\x1cwarmfront_pb/v1/common.proto\x1a\x1fwarmfront_pb/v1/inference.proto\"\x15\n\x13ListReplicasRequest\"N\n\x14ListReplicasResponse\x12\r\n\x05\x66leet\x18\x01 \x01(\t\x12\'\n\x08replicas\x18\x02 \x03(\x0b\x32\x15.warmfront.v1.Replica\"\x93\x01\n\x07Replica\x12)\n\x05lease\x18\x01 \x01(\x0b\x32\x1a.warmfront.v1.ReplicaLease\x12\x13\n\x0blease_age_s\x18\x02 \x01(\x01\x12\x14\n\x0cindex_blocks\x18\x03 \x01(\x04\x12\x17\n\x0finflight_tokens\x18\x04 \x01(\x04\x12\x19\n\x11inflight_requests\x18\x05 \x01(\r\";\n\x13\x44rainReplicaRequest\x12\x0f\n\x07replica\x18\x01 \x01(\t\x12\x13\n\x0b\x64\x65\x61\x64line_ms\x18\x02 \x01(\r\"\'\n\x14\x44rainReplicaResponse\x12\x0f\n\x07running\x18\x01 \x01(\r\"n\n\x0e\x45xplainRequest\x12\x30\n\x07request\x18\x01 \x01(\x0b\x32\x1d.warmfront.v1.GenerateRequestH\x00\x12\x14\n\nrequest_id\x18\x02 \x01(\tH\x00\x12\x0e\n\x04last\x18\x03 \x01(\rH\x00\x42\x04\n\x02of\"B\n\x0f\x45xplainResponse\x12/\n\x0c\x65xplanations\x18\x01 \x03(\x0b\x32\x19.warmfront.v1.Explanation\"\xcc\x02\n\x0b\x45xplanation\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x14\n\x0c\x64\x65\x63ided_at_s\x18\x02 \x01(\x01\x12\x0e\n\x06policy\x18\x03 \x01(\t\x12\x0e\n\x06\x63hosen\x18\x04 \x01(\t\x12\x0e\n\x06reason\x18\x05 \x01(\t\x12\x15\n\rprompt_tokens\x18\x06 \x01(\r\x12\x13\n\x0b\x66ull_blocks\x18\x07 \x01(\r\x12\x12\n\nblock_size\x18\x08 \x01(\r\x12\x0f\n\x07retries\x18\t \x01(\r\x12\x1a\n\rcached_tokens\x18\n \x01(\rH\x00\x88\x01\x01\x12\x13\n\x06ttft_s\x18\x0b \x01(\x01H\x01\x88\x01\x01\x12\x32\n\x08replicas\x18\x0c \x03(\x0b\x32 .warmfront.v1.ReplicaExplanation\x12\x10\n\x08left_out\x18\r \x01(\rB\x10\n\x0e_cached_tokensB\t\n\x07_ttft_s\"\xd4\x02\n\x12ReplicaExplanation\x12\x0f\n\x07replica\x18\x01 \x01(\t\x12\r\n\x05state\x18\x02 \x01(\t\x12\x0e\n\x06reason\x18\x03 \x01(\t\x12\x0e\n\x06\x64\x65tail\x18\x04 \x01(\t\x12\x15\n\rdevice_blocks\x18\x05 \x01(\r\x12\x13\n\x0bhost_blocks\x18\x06 \x01(\r\x12\x16\n\x0epending_blocks\x18\x07 \x01(\r\x12\x16\n\x0ematched_tokens\x18\x08 \x01(\r\x12\x16\n\x0ewaiting_tokens\x18\t \x01(\x01\x12\x18\n\x10waiting_requests\x18\n \x01(\r\x12\x11\n\tin_flight\x18\x0b \x01(\r\x12\x18\n\x10predicted_ttft_s\x18\x0c \x01(\x01\x12\x0e\n\x06wait_s\x18\r \x01(\x01\x12\x0e\n\x06miss_s\x18\x0e \x01(\x01\x12\x13\n\x0b\x64isplaced_s\x18\x0f \x01(\x01\x12\x0e\n\x06\x63ost_s\x18\x10 \x01(\x01\x32\xfd\x01\n\x05\x41\x64min\x12U\n\x0cListReplicas\x12!.warmfront.v1.ListReplicasRequest\x1a\".warmfront.v1.ListReplicasResponse\x12U\n\x0c\x44rainReplica\x12!.warmfront.v1.DrainReplicaRequest\x1a\".warmfront.v1.DrainReplicaResponse\x12\x46\n\x07\x45xplain\x12\x1c.warmfront.v1.ExplainRequest\x1a\x1d.warmfront.v1.ExplainResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'warmfront_pb.v1.admin_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_LISTREPLICASREQUEST']._serialized_start=75
-  _globals['_LISTREPLICASREQUEST']._serialized_end=96
-  _globals['_LISTREPLICASRESPONSE']._serialized_start=98
-  _globals['_LISTREPLICASRESPONSE']._serialized_end=176
-  _globals['_REPLICA']._serialized_start=179
-  _globals['_REPLICA']._serialized_end=326
-  _globals['_DRAINREPLICAREQUEST']._serialized_start=328
-  _globals['_DRAINREPLICAREQUEST']._serialized_end=387
-  _globals['_DRAINREPLICARESPONSE']._serialized_start=389
-  _globals['_DRAINREPLICARESPONSE']._serialized_end=428
-  _globals['_ADMIN']._serialized_start=431
-  _globals['_ADMIN']._serialized_end=612
+  _globals['_LISTREPLICASREQUEST']._serialized_start=108
+  _globals['_LISTREPLICASREQUEST']._serialized_end=129
+  _globals['_LISTREPLICASRESPONSE']._serialized_start=131
+  _globals['_LISTREPLICASRESPONSE']._serialized_end=209
+  _globals['_REPLICA']._serialized_start=212
+  _globals['_REPLICA']._serialized_end=359
+  _globals['_DRAINREPLICAREQUEST']._serialized_start=361
+  _globals['_DRAINREPLICAREQUEST']._serialized_end=420
+  _globals['_DRAINREPLICARESPONSE']._serialized_start=422
+  _globals['_DRAINREPLICARESPONSE']._serialized_end=461
+  _globals['_EXPLAINREQUEST']._serialized_start=463
+  _globals['_EXPLAINREQUEST']._serialized_end=573
+  _globals['_EXPLAINRESPONSE']._serialized_start=575
+  _globals['_EXPLAINRESPONSE']._serialized_end=641
+  _globals['_EXPLANATION']._serialized_start=644
+  _globals['_EXPLANATION']._serialized_end=976
+  _globals['_REPLICAEXPLANATION']._serialized_start=979
+  _globals['_REPLICAEXPLANATION']._serialized_end=1319
+  _globals['_ADMIN']._serialized_start=1322
+  _globals['_ADMIN']._serialized_end=1575
 # @@protoc_insertion_point(module_scope)

@@ -1,4 +1,5 @@
 from warmfront_pb.v1 import common_pb2 as _common_pb2
+from warmfront_pb.v1 import inference_pb2 as _inference_pb2
 from google.protobuf.internal import containers as _containers
 from google.protobuf import descriptor as _descriptor
 from google.protobuf import message as _message
@@ -46,3 +47,85 @@ class DrainReplicaResponse(_message.Message):
     RUNNING_FIELD_NUMBER: _ClassVar[int]
     running: int
     def __init__(self, running: _Optional[int] = ...) -> None: ...
+
+class ExplainRequest(_message.Message):
+    __slots__ = ("request", "request_id", "last")
+    REQUEST_FIELD_NUMBER: _ClassVar[int]
+    REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
+    LAST_FIELD_NUMBER: _ClassVar[int]
+    request: _inference_pb2.GenerateRequest
+    request_id: str
+    last: int
+    def __init__(self, request: _Optional[_Union[_inference_pb2.GenerateRequest, _Mapping]] = ..., request_id: _Optional[str] = ..., last: _Optional[int] = ...) -> None: ...
+
+class ExplainResponse(_message.Message):
+    __slots__ = ("explanations",)
+    EXPLANATIONS_FIELD_NUMBER: _ClassVar[int]
+    explanations: _containers.RepeatedCompositeFieldContainer[Explanation]
+    def __init__(self, explanations: _Optional[_Iterable[_Union[Explanation, _Mapping]]] = ...) -> None: ...
+
+class Explanation(_message.Message):
+    __slots__ = ("request_id", "decided_at_s", "policy", "chosen", "reason", "prompt_tokens", "full_blocks", "block_size", "retries", "cached_tokens", "ttft_s", "replicas", "left_out")
+    REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
+    DECIDED_AT_S_FIELD_NUMBER: _ClassVar[int]
+    POLICY_FIELD_NUMBER: _ClassVar[int]
+    CHOSEN_FIELD_NUMBER: _ClassVar[int]
+    REASON_FIELD_NUMBER: _ClassVar[int]
+    PROMPT_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    FULL_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    BLOCK_SIZE_FIELD_NUMBER: _ClassVar[int]
+    RETRIES_FIELD_NUMBER: _ClassVar[int]
+    CACHED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    TTFT_S_FIELD_NUMBER: _ClassVar[int]
+    REPLICAS_FIELD_NUMBER: _ClassVar[int]
+    LEFT_OUT_FIELD_NUMBER: _ClassVar[int]
+    request_id: str
+    decided_at_s: float
+    policy: str
+    chosen: str
+    reason: str
+    prompt_tokens: int
+    full_blocks: int
+    block_size: int
+    retries: int
+    cached_tokens: int
+    ttft_s: float
+    replicas: _containers.RepeatedCompositeFieldContainer[ReplicaExplanation]
+    left_out: int
+    def __init__(self, request_id: _Optional[str] = ..., decided_at_s: _Optional[float] = ..., policy: _Optional[str] = ..., chosen: _Optional[str] = ..., reason: _Optional[str] = ..., prompt_tokens: _Optional[int] = ..., full_blocks: _Optional[int] = ..., block_size: _Optional[int] = ..., retries: _Optional[int] = ..., cached_tokens: _Optional[int] = ..., ttft_s: _Optional[float] = ..., replicas: _Optional[_Iterable[_Union[ReplicaExplanation, _Mapping]]] = ..., left_out: _Optional[int] = ...) -> None: ...
+
+class ReplicaExplanation(_message.Message):
+    __slots__ = ("replica", "state", "reason", "detail", "device_blocks", "host_blocks", "pending_blocks", "matched_tokens", "waiting_tokens", "waiting_requests", "in_flight", "predicted_ttft_s", "wait_s", "miss_s", "displaced_s", "cost_s")
+    REPLICA_FIELD_NUMBER: _ClassVar[int]
+    STATE_FIELD_NUMBER: _ClassVar[int]
+    REASON_FIELD_NUMBER: _ClassVar[int]
+    DETAIL_FIELD_NUMBER: _ClassVar[int]
+    DEVICE_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    HOST_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    PENDING_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    MATCHED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    WAITING_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    WAITING_REQUESTS_FIELD_NUMBER: _ClassVar[int]
+    IN_FLIGHT_FIELD_NUMBER: _ClassVar[int]
+    PREDICTED_TTFT_S_FIELD_NUMBER: _ClassVar[int]
+    WAIT_S_FIELD_NUMBER: _ClassVar[int]
+    MISS_S_FIELD_NUMBER: _ClassVar[int]
+    DISPLACED_S_FIELD_NUMBER: _ClassVar[int]
+    COST_S_FIELD_NUMBER: _ClassVar[int]
+    replica: str
+    state: str
+    reason: str
+    detail: str
+    device_blocks: int
+    host_blocks: int
+    pending_blocks: int
+    matched_tokens: int
+    waiting_tokens: float
+    waiting_requests: int
+    in_flight: int
+    predicted_ttft_s: float
+    wait_s: float
+    miss_s: float
+    displaced_s: float
+    cost_s: float
+    def __init__(self, replica: _Optional[str] = ..., state: _Optional[str] = ..., reason: _Optional[str] = ..., detail: _Optional[str] = ..., device_blocks: _Optional[int] = ..., host_blocks: _Optional[int] = ..., pending_blocks: _Optional[int] = ..., matched_tokens: _Optional[int] = ..., waiting_tokens: _Optional[float] = ..., waiting_requests: _Optional[int] = ..., in_flight: _Optional[int] = ..., predicted_ttft_s: _Optional[float] = ..., wait_s: _Optional[float] = ..., miss_s: _Optional[float] = ..., displaced_s: _Optional[float] = ..., cost_s: _Optional[float] = ...) -> None: ...

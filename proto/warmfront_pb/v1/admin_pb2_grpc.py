@@ -44,6 +44,11 @@ class AdminStub(object):
                 request_serializer=warmfront__pb_dot_v1_dot_admin__pb2.DrainReplicaRequest.SerializeToString,
                 response_deserializer=warmfront__pb_dot_v1_dot_admin__pb2.DrainReplicaResponse.FromString,
                 _registered_method=True)
+        self.Explain = channel.unary_unary(
+                '/warmfront.v1.Admin/Explain',
+                request_serializer=warmfront__pb_dot_v1_dot_admin__pb2.ExplainRequest.SerializeToString,
+                response_deserializer=warmfront__pb_dot_v1_dot_admin__pb2.ExplainResponse.FromString,
+                _registered_method=True)
 
 
 class AdminServicer(object):
@@ -62,6 +67,13 @@ class AdminServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Explain(self, request, context):
+        """Why a request went where it went, or where one would go now. Explaining changes nothing.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_AdminServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -74,6 +86,11 @@ def add_AdminServicer_to_server(servicer, server):
                     servicer.DrainReplica,
                     request_deserializer=warmfront__pb_dot_v1_dot_admin__pb2.DrainReplicaRequest.FromString,
                     response_serializer=warmfront__pb_dot_v1_dot_admin__pb2.DrainReplicaResponse.SerializeToString,
+            ),
+            'Explain': grpc.unary_unary_rpc_method_handler(
+                    servicer.Explain,
+                    request_deserializer=warmfront__pb_dot_v1_dot_admin__pb2.ExplainRequest.FromString,
+                    response_serializer=warmfront__pb_dot_v1_dot_admin__pb2.ExplainResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -130,6 +147,33 @@ class Admin(object):
             '/warmfront.v1.Admin/DrainReplica',
             warmfront__pb_dot_v1_dot_admin__pb2.DrainReplicaRequest.SerializeToString,
             warmfront__pb_dot_v1_dot_admin__pb2.DrainReplicaResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Explain(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/warmfront.v1.Admin/Explain',
+            warmfront__pb_dot_v1_dot_admin__pb2.ExplainRequest.SerializeToString,
+            warmfront__pb_dot_v1_dot_admin__pb2.ExplainResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -1,0 +1,114 @@
+"""``warmfront explain``: why requests went where they went, or where a prompt would go now."""
+
+from __future__ import annotations
+
+import json
+import time
+from typing import Any
+
+import click
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from warmfront.client import Client, url_option
+from warmfront.console import stdout
+from warmfront.errors import WrongUse
+
+REASONS = {
+    "warmest": "nobody holds more of the prompt",
+    "cheaper": "another replica holds more of the prompt, but would answer later or delay others more",
+    "cold": "no replica holds any of the prompt",
+    "below_block": "the prompt is no longer than a block, so nothing of it can be reused",
+    "no_reuse": "nothing is cached of such requests",
+    "no_replica": "no replica takes requests",
+}
+
+
+@click.command()
+@click.argument("prompt", required=False)
+@url_option
+@click.option("--request-id", help="The request to explain: x-request-id of its answer.")
+@click.option("--last", type=click.IntRange(1), help="List so many of the newest decisions.  [default: 20]")
+@click.option("--chat/--completion", "as_chat", default=True, help="PROMPT is a user's message, or plain text.")
+@click.option("--json", "as_json", is_flag=True, help="Print the object of POST /v1/explain.")
+def explain(
+    *, prompt: str | None, url: str, request_id: str | None, last: int | None, as_chat: bool, as_json: bool
+) -> None:
+    """Show what each replica held and would have cost when a request was placed.
+
+    With PROMPT: where that would go now; it is not sent. With --request-id: one request of the past. Else a list of
+    the newest decisions. A router remembers its own last 256, without their prompts.
+    """
+    if sum(one is not None for one in (prompt, request_id, last)) > 1:
+        raise WrongUse("give a PROMPT, --request-id or --last, not two of them")
+    body: dict[str, Any] = {"last": last or 20}
+    if request_id is not None:
+        body = {"request_id": request_id}
+    elif prompt is not None:
+        body = {"messages": [{"role": "user", "content": prompt}]} if as_chat else {"prompt": prompt}
+    answer = Client(url, timeout_s=10).post("/v1/explain", body)
+    if as_json:
+        click.echo(json.dumps(answer))
+    elif "explanations" in answer:
+        stdout.print(decisions_table(answer["explanations"]))
+    else:
+        stdout.print(decision_table(answer))
+
+
+def decisions_table(explanations: list[dict[str, Any]]) -> RenderableType:
+    """One line per decision, newest first."""
+    if not explanations:
+        return Text("this router has placed no request yet")
+    table = _table("at", "request", "prompt", "matched", "cached", "TTFT ms", "replica", "why", left=(0, 1, 6, 7))
+    for one in explanations:
+        chosen: dict[str, Any] = next((r for r in one["replicas"] if r["replica"] == one["chosen"]), {})
+        table.add_row(
+            time.strftime("%H:%M:%S", time.localtime(one["decided_at_s"])),
+            one["request_id"],
+            f"{one['prompt_tokens']:,}",
+            f"{chosen.get('matched_tokens', 0):,}",
+            f"{one['cached_tokens']:,}" if "cached_tokens" in one else "-",
+            _ms(one["ttft_s"]) if "ttft_s" in one else "-",
+            one["chosen"] or "-",
+            one["reason"],
+        )
+    return table
+
+
+def decision_table(one: dict[str, Any]) -> RenderableType:
+    """One decision: every replica with what it held, what waited there and the terms of its cost."""
+    where = f"to {one['chosen']}" if one["chosen"] else "nowhere"
+    title = (
+        f"{one['request_id'] or 'a request like this'}: {one['prompt_tokens']:,} tokens, {one['full_blocks']:,} blocks "
+        f"of {one['block_size']}, {where} by {one['policy']}: {REASONS.get(one['reason'], one['reason'])}"
+    )
+    columns = ("replica", "why", "device", "host", "pending", "waiting tok", "TTFT ms", "wait", "miss", "displaced")
+    table = _table(*columns, "cost ms", left=(0, 1))
+    notes = []
+    for replica in one["replicas"]:
+        names = ("device_blocks", "host_blocks", "pending_blocks", "waiting_tokens")
+        times = ("predicted_ttft_s", "wait_s", "miss_s", "displaced_s", "cost_s")
+        table.add_row(
+            replica["replica"],
+            Text(replica["reason"], style="green" if replica["reason"] == "chosen" else ""),
+            *(f"{replica[name]:,.0f}" for name in names),
+            *(_ms(replica[name]) for name in times),
+        )
+        if replica["detail"]:
+            notes.append(Text(f"{replica['replica']}: {replica['detail']}"))
+    if "cached_tokens" in one:
+        after = f" after {_ms(one['ttft_s'])} ms" if "ttft_s" in one else ""
+        notes.append(Text(f"{one['chosen']} answered{after} with {one['cached_tokens']:,} tokens from its cache"))
+    return Group(Text(title, style="bold"), table, *notes)
+
+
+def _table(*columns: str, left: tuple[int, ...]) -> Table:
+    table = Table(box=None, pad_edge=False)
+    for number, name in enumerate(columns):
+        table.add_column(name, justify="left" if number in left else "right", no_wrap=True)
+    return table
+
+
+def _ms(seconds: float) -> str:
+    return f"{1000 * seconds:,.1f}"
