@@ -19,7 +19,7 @@ from array import array
 from collections import deque
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple, TypeAlias
+from typing import Any, Literal, NamedTuple, TypeAlias, get_args
 
 import numpy as np
 
@@ -32,6 +32,7 @@ from cache.token_reuse import BlockFronts
 
 RequestId: TypeAlias = Hashable
 EvictionPolicy: TypeAlias = Literal["lru", "slru"]
+EVICTION_POLICIES: tuple[EvictionPolicy, ...] = get_args(EvictionPolicy)
 
 PROTECTED_SHARE = 0.25
 """Under ``slru``, at most this share of the pool is idle blocks that were hit before (docs/cache.md has the study)."""
@@ -146,8 +147,8 @@ class PrefixCache:
     ) -> None:
         if num_blocks < 2:
             raise ValueError(f"{num_blocks} blocks leave none beside block 0")
-        if policy not in ("lru", "slru"):
-            raise ValueError(f"eviction policy {policy!r} is neither lru nor slru")
+        if policy not in EVICTION_POLICIES:
+            raise ValueError(f"eviction policy {policy!r} is not one of {', '.join(EVICTION_POLICIES)}")
         if token_reuse_min is not None and token_reuse_min < 1:
             raise ValueError(f"token reuse from {token_reuse_min} tokens")
         self.num_blocks = num_blocks

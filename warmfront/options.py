@@ -21,6 +21,7 @@ import yaml
 from click.core import ParameterSource
 
 from cache.block_hash import ALGORITHMS
+from cache.prefix_cache import EVICTION_POLICIES
 from router.config import RouterConfig
 from router.policy import POLICIES
 from warmfront.errors import WrongUse
@@ -175,6 +176,11 @@ _TABLE: tuple[Flag | str, ...] = (
     Flag("block-size", click.IntRange(8, 256), "Tokens per KV block."),
     Flag("token-reuse", bool, "Reuse the front of a block that matches only in part."),
     Flag("token-reuse-min", click.IntRange(min=1), "Tokens that are worth a copy at least."),
+    Flag(
+        "eviction-policy",
+        click.Choice(EVICTION_POLICIES),
+        "Which idle blocks go first: slru keeps what was hit apart from a flood of one-shot prompts.",
+    ),
     "Pre-warm",
     Flag("hot", bool, "Keep the hottest prefixes in Redis, in clear, for workers that start."),
     Flag("hot-salted", click.BOOL, "Those of requests with a cache_salt too."),

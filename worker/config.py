@@ -12,6 +12,7 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 from cache.block_hash import ALGORITHMS
+from cache.prefix_cache import EVICTION_POLICIES, EvictionPolicy
 
 LOOPBACK_HOSTS = ("127.0.0.1", "::1", "localhost")
 REDIS_SCHEMES = ("redis", "rediss")
@@ -50,6 +51,7 @@ class WorkerConfig:
     block_size: int = 16  # tokens
     token_reuse: bool = True  # reuse inside a block
     token_reuse_min: int = 4  # tokens worth a copy
+    eviction_policy: EvictionPolicy = "slru"  # or "lru"
     kv_blocks: int | None = None  # in the pool, without the scratch block; None: by memory
     host_kv_blocks: int = 0
     gpu_memory_utilization: float = 0.9  # share of the whole device memory
@@ -148,6 +150,8 @@ class WorkerConfig:
             raise ConfigError(
                 f"--token-reuse-min {self.token_reuse_min} is not between 1 and {self.block_size - 1}, inside a block"
             )
+        if self.eviction_policy not in EVICTION_POLICIES:
+            raise ConfigError(f"--eviction-policy {self.eviction_policy} is not one of {', '.join(EVICTION_POLICIES)}")
         if not 0 < self.gpu_memory_utilization <= 1:
             raise ConfigError(f"--gpu-memory-utilization {self.gpu_memory_utilization:g} is not over 0 and up to 1")
         if self.cpu_kv_bytes is not None and self.cpu_kv_bytes < 1 << 20:

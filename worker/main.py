@@ -276,6 +276,7 @@ class Worker:
             config.enable_prefix_caching,
             replica=config.replica_id,
             generation=self.replica.generation,
+            policy=config.eviction_policy,
             token_reuse_min=config.token_reuse_min if config.token_reuse else None,
         )
         table = TokenTable.from_tokenizer_json(loaded.card.tokenizer_json)

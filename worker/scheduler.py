@@ -253,6 +253,8 @@ class Scheduler:
                 tenant=choice.tenant,
             )
             if admission is None:
+                # What it is about to hit must not be evicted meanwhile for those that run.
+                self._cache.renew(choice.chain, now)
                 return
             del self._waiting[index]
             insort(self._running, choice, key=_order)

@@ -190,6 +190,19 @@ def test_a_prompt_that_does_not_fit_yet_holds_back_those_behind_it() -> None:
     assert ended.index("large") < ended.index("small")
 
 
+def test_what_the_next_in_line_will_hit_is_not_evicted_while_it_waits() -> None:
+    bench = Bench(num_blocks=8, budget=32)
+    for name, front in (("wanted", list(range(8))), ("idle", list(range(20, 28)))):
+        bench.add(name, [*front, 49], 1)
+        bench.run()
+    bench.add("runs", [30, 31, 32, 33], 21)  # grows to 6 blocks: two cached ones must go for it
+    bench.step()
+    bench.add("waits", [*range(8), *range(34, 49), *range(34, 43)], 1)  # 8 blocks, two of them cached and least recent
+    bench.run()
+    assert bench.choices["waits"].num_cached == 8
+    assert bench.cache.match(bench.scheme.chain([*range(20, 28), 49])) == 0
+
+
 def test_the_queue_is_bounded() -> None:
     bench = Bench(max_queue=2)
     bench.add("a", [1], 1)
