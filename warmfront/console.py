@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 from types import TracebackType
 
@@ -11,6 +12,12 @@ from rich.text import Text
 
 stdout = Console(highlight=False, soft_wrap=True)
 stderr = Console(stderr=True, highlight=False, soft_wrap=True)
+
+
+def say(text: str) -> None:
+    """One line on standard error; silently nothing when the terminal has been closed meanwhile."""
+    with contextlib.suppress(OSError):
+        stderr.print(Text(f"warmfront: {text}"))
 
 
 class Progress:
@@ -26,16 +33,18 @@ class Progress:
         if stderr.is_terminal:
             if self._status is None:
                 self._status = stderr.status("", spinner_style="dim")
-                self._status.start()
+                with contextlib.suppress(OSError):
+                    self._status.start()
             self._status.update(Text(f"{detail or text} ({time.monotonic() - self._start:.0f}s)"))
         elif text != self._text:
-            stderr.print(Text(f"warmfront: {text}"))
+            say(text)
         self._text = text
 
     def close(self) -> None:
         """Takes the line away."""
         if self._status is not None:
-            self._status.stop()
+            with contextlib.suppress(OSError):
+                self._status.stop()
             self._status = None
 
     def __enter__(self) -> Progress:

@@ -22,7 +22,7 @@ from rich.text import Text
 
 from router.config import RouterConfig
 from warmfront.client import Client
-from warmfront.console import Progress, stderr
+from warmfront.console import Progress, say
 from warmfront.errors import DeadlinePassed, Failure, WrongUse
 from warmfront.options import SectionedCommand, UpConfig, fill, flags_of, format_duration, mask_url, with_options
 from warmfront.processes import tail
@@ -281,14 +281,14 @@ class _Cluster:
         while not self._stop.is_set():
             await self._pause(1.0)
             if self._valkey is not None and not self._valkey.is_running() and not self._stop.is_set():
-                stderr.print("warmfront: Valkey has ended; starting it again")
+                say("Valkey has ended; starting it again")
                 self._valkey.restart()
             if not await self._look():
                 continue
             now = {replica["id"]: replica["state"] for replica in self._replicas}
             for name in sorted(now.keys() | seen.keys()):
                 if now.get(name, "GONE") != seen.get(name):
-                    stderr.print(Text(f"warmfront: {name} {now.get(name, 'GONE')}"))
+                    say(f"{name} {now.get(name, 'GONE')}")
             seen = {**dict.fromkeys(seen, "GONE"), **now}
             if self._state() != published:
                 self._publish()
@@ -306,7 +306,7 @@ class _Cluster:
             self._valkey.stop()
         progress.close()
         if self._stop.is_set():
-            stderr.print("warmfront: stopped, nothing is left behind")
+            say("stopped, nothing is left behind")
 
     async def _look(self) -> bool:
         """Asks a router for the replicas; False when none answers."""

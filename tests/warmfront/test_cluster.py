@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import pty
 import re
 import signal
 import subprocess
@@ -211,6 +212,19 @@ def test_a_second_signal_does_not_wait_for_what_runs(temp_root: Path, tmp_path: 
             assert up.stop() == 0
             assert client.wait(timeout=GUARD_S) == 1
         up.assert_nothing_is_left()
+
+
+def test_a_closed_terminal_ends_the_cluster_as_ctrl_c_does(temp_root: Path, tmp_path: Path) -> None:
+    ready_file = tmp_path / "ready.json"
+    arguments = [sys.executable, "-m", "warmfront", "up", *SMALL, "--without-ray", "--ready-file", str(ready_file)]
+    pid, terminal = pty.fork()
+    if pid == 0:
+        os.execv(sys.executable, arguments)
+    wait_for(ready_file.exists, "the ready file")
+    os.close(terminal)
+    _, status = os.waitpid(pid, 0)
+    assert os.waitstatus_to_exitcode(status) == 0
+    assert (all_run_dirs(), ready_file.exists()) == ([], False)
 
 
 def test_a_start_that_takes_too_long_ends_with_3(temp_root: Path, tmp_path: Path) -> None:
