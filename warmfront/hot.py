@@ -1,0 +1,241 @@
+"""``warmfront hot`` lists what a fleet hits most; ``warmfront prewarm`` computes it on a worker before it is needed.
+
+Both read the fleet's Redis. A line of ``hot --json`` is a line of ``prewarm --from FILE``:
+``{"hits": 12.5, "tokens": 512, "lora": "", "cache_salt": "", "token_ids": [...]}``; of a file's line only ``token_ids``
+is needed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import uuid
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any, TypeVar
+
+import click
+import grpc
+import grpc.aio
+import numpy as np
+import numpy.typing as npt
+from redis.exceptions import RedisError
+from rich.table import Table
+from warmfront_pb.v1 import common_pb2, inference_pb2, worker_pb2, worker_pb2_grpc
+
+from cache.block_hash import as_token_array
+from cache.hot import HotPrefix, by_value, merged, saved_tokens
+from warmfront.console import Progress, stdout
+from warmfront.errors import DeadlinePassed, Failure, WrongUse
+from warmfront.options import ENV_PREFIX, Duration, mask_url, read_secret
+from worker.prewarm import PRIORITY, RedisSource, fill, make_plan
+from worker.prewarm import Progress as Filled
+
+_T = TypeVar("_T")
+_LOOK_PERIOD_S = 0.2
+_ANY_AGE_S = 24 * 3600.0  # Redis forgets them before
+_REFUSALS = (grpc.StatusCode.INVALID_ARGUMENT, grpc.StatusCode.UNIMPLEMENTED, grpc.StatusCode.INTERNAL)
+
+_redis_option = click.option(
+    "--redis", envvar=ENV_PREFIX + "REDIS", help="redis:// or rediss:// URL of the fleet. Needed to read from it."
+)
+_fleet_option = click.option("--fleet", default="default", show_default=True, envvar=ENV_PREFIX + "FLEET")
+
+
+@click.command()
+@_redis_option
+@_fleet_option
+@click.option("--limit", type=click.IntRange(min=1), default=20, show_default=True, help="The first so many.")
+@click.option("--json", "as_json", is_flag=True, help="All of them, one JSON object per line, with their token ids.")
+def hot(*, redis: str | None, fleet: str, limit: int, as_json: bool) -> None:
+    """List the prefixes that a fleet hits most, in order of value per block. They are prompts, in clear."""
+    sets, now_ms = asyncio.run(_ask(redis, fleet, lambda source: source.sets()))
+    found = merged(sets, now_ms, _ANY_AGE_S)
+    ranked = by_value(found, 1 << 40)
+    if as_json:
+        for one in ranked:
+            prefix = one.prefix
+            line = {"hits": round(prefix.hits, 3), "tokens": prefix.num_tokens, "lora": prefix.lora}
+            click.echo(json.dumps({**line, "cache_salt": prefix.cache_salt, "token_ids": _ids(prefix).tolist()}))
+        return
+    if not ranked:
+        click.echo(f"fleet {fleet!r} has no hot prefixes: nothing was hit of late, or its routers run with --no-hot")
+        return
+    wanted = saved_tokens(found)
+    table = Table(title=f"hot prefixes of fleet {fleet}", title_justify="left", box=None, pad_edge=False)
+    for name in ("value", "tokens", "new", "share", "adapter", "begins with token ids"):
+        table.add_column(name, justify="left" if name[0] in "ab" else "right", no_wrap=True)
+    done = 0.0
+    for one in ranked[:limit]:
+        done += one.saved_tokens
+        first = " ".join(str(token_id) for token_id in _ids(one.prefix)[:8])
+        numbers = (f"{one.value:.1f}", f"{one.prefix.num_tokens:,}", f"{one.num_new_tokens:,}", f"{done / wanted:.0%}")
+        table.add_row(*numbers, one.prefix.lora or "-", f"{first} ...")
+    stdout.print(table)
+    click.echo(
+        f"{len(ranked)} prefixes of {sum(one.num_new_tokens for one in ranked):,} different tokens, "
+        f"written by {len(sets)} routers; share: of the prefill that all of them save"
+    )
+
+
+@click.command()
+@click.option("--target", required=True, metavar="HOST:PORT", help="The worker's address.")
+@click.option("--from", "source", default="redis", show_default=True, metavar="redis|FILE.jsonl")
+@_redis_option
+@_fleet_option
+@click.option("--worker-token-file", envvar=ENV_PREFIX + "WORKER_TOKEN_FILE", help="Secret of routers and workers.")
+@click.option("--deadline", type=Duration(), default="60s", show_default=True, help="Give up after this.")
+@click.option(
+    "--min-hit-rate",
+    type=click.FloatRange(0, 1, min_open=True),
+    default=0.9,
+    show_default=True,
+    help="Share of what hot prefixes save that is enough.",
+)
+def prewarm(
+    *,
+    target: str,
+    source: str,
+    redis: str | None,
+    fleet: str,
+    worker_token_file: str | None,
+    deadline: float,
+    min_hit_rate: float,
+) -> None:
+    """Compute hot prefixes on a worker, as it does by itself when it starts. For a sidecar or a job.
+
+    Waits for the worker to load. Ends with 0, with 1 when less than --min-hit-rate could be computed, with 3 at the
+    deadline.
+    """
+    found = None if source == "redis" else read_file(Path(source))
+    if found is None and not redis:
+        raise WrongUse("--redis is missing: give the URL of the fleet's Redis, or a file with --from")
+    token = read_secret(worker_token_file) if worker_token_file else ""
+    filled = Filled()
+
+    async def run(shown: Progress) -> None:
+        async with asyncio.timeout(deadline), grpc.aio.insecure_channel(target) as channel:
+            worker = Target(channel, target, token)
+            lease, model = await worker.describe()
+            tokenizer = model.contract.tokenizer
+            prefixes = found if found is not None else await _ask(redis, fleet, lambda source: source.read(tokenizer))
+            plan, filled.wanted = make_plan(
+                prefixes,
+                num_blocks=lease.cache.kv_blocks,
+                block_size=model.contract.block_size,
+                max_model_len=model.max_model_len,
+                vocab_size=model.vocab_size,
+            )
+            filled.num_prefixes = len(plan)
+
+            async def compute(prefix: HotPrefix) -> bool:
+                shown.update(f"pre-warming {target}", f"pre-warming {target}: {_done(filled)}")
+                return await worker.compute(prefix)
+
+            await fill(plan, compute, min_hit_rate, filled)
+
+    with Progress() as shown:
+        try:
+            asyncio.run(run(shown))
+        except TimeoutError:
+            raise DeadlinePassed(f"{target}: {_done(filled)} at the deadline of {deadline:g} s") from None
+    if filled.share < min_hit_rate:
+        raise Failure(f"{target}: {_done(filled)}; --min-hit-rate is {min_hit_rate:g}, but no more fits or works")
+    click.echo(f"{target}: {_done(filled)}")
+
+
+class Target:
+    """The worker that is filled, over the wire."""
+
+    def __init__(self, channel: grpc.aio.Channel, address: str, token: str) -> None:
+        self._stub: Any = worker_pb2_grpc.WorkerStub(channel)
+        self._address = address
+        self._metadata = (("authorization", f"Bearer {token}"),)
+
+    async def describe(self) -> tuple[common_pb2.ReplicaLease, worker_pb2.GetModelResponse]:
+        """Its lease and its model, once it listens and has loaded it. Raises ``Failure``."""
+        while True:
+            try:
+                model = await self._stub.GetModel(worker_pb2.GetModelRequest(), metadata=self._metadata)
+                replica = await self._stub.GetReplica(worker_pb2.GetReplicaRequest(), metadata=self._metadata)
+            except grpc.aio.AioRpcError as error:
+                if error.code() is not grpc.StatusCode.UNAVAILABLE:
+                    raise self._failure(error) from error
+                await asyncio.sleep(_LOOK_PERIOD_S)
+                continue
+            return replica.lease, model
+
+    async def compute(self, prefix: HotPrefix) -> bool:
+        """Have it compute a prefix; false when it refuses this one. Raises ``Failure`` when it is of no use."""
+        request = worker_pb2.WorkerGenerateRequest(
+            request_id=f"prewarm-{uuid.uuid4().hex[:8]}",
+            token_ids=prefix.token_ids,
+            sampling=inference_pb2.SamplingParams(max_tokens=1, temperature=0, ignore_eos=True, seed=0),
+            cache_salt=prefix.cache_salt,
+            lora=prefix.lora,
+            priority=PRIORITY,
+            synthetic=True,
+        )
+        try:
+            async for _ in self._stub.Generate(request, metadata=self._metadata):
+                pass
+        except grpc.aio.AioRpcError as error:
+            if error.code() in _REFUSALS:
+                return False
+            raise self._failure(error) from error
+        return True
+
+    def _failure(self, error: grpc.aio.AioRpcError) -> Failure:
+        kind = WrongUse if error.code() is grpc.StatusCode.UNAUTHENTICATED else Failure
+        return kind(f"{self._address}: {error.code().name}: {error.details()}")
+
+
+def read_file(path: Path) -> list[HotPrefix]:
+    """The prefixes in a file of JSON lines. Raises ``WrongUse`` naming the line."""
+    prefixes: dict[tuple[str, str, bytes], HotPrefix] = {}
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise WrongUse(f"--from {path}: {error}") from error
+    for number, line in enumerate(lines, 1):
+        if not line.strip():
+            continue
+        try:
+            entry = json.loads(line)
+            token_ids = as_token_array(entry["token_ids"]).astype("<u4").tobytes()
+            hits, lora, salt = float(entry.get("hits", 1)), str(entry.get("lora", "")), str(entry.get("cache_salt", ""))
+            if hits < 0:
+                raise ValueError("hits are below 0")
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise WrongUse(
+                f'--from {path}, line {number}: expected {{"token_ids": [...], "hits": 3}}; {error}'
+            ) from error
+        prefixes[lora, salt, token_ids] = HotPrefix(token_ids, hits, lora, salt)
+    return list(prefixes.values())
+
+
+async def _ask(url: str | None, fleet: str, question: Callable[[RedisSource], Awaitable[_T]]) -> _T:
+    """What the fleet's Redis answers. Raises ``WrongUse`` when it cannot be asked."""
+    if not url:
+        raise WrongUse("--redis is missing: give the URL of the fleet's Redis")
+    try:
+        source = RedisSource(url, fleet)
+    except ValueError as error:
+        raise WrongUse(f"--redis {mask_url(url)}: {error}") from error
+    try:
+        return await question(source)
+    except (RedisError, OSError) as error:
+        raise WrongUse(f"no Redis answers at {mask_url(url)}: {error}") from error
+    finally:
+        await source.close()
+
+
+def _ids(prefix: HotPrefix) -> npt.NDArray[np.uint32]:
+    return np.frombuffer(prefix.token_ids, dtype="<u4")
+
+
+def _done(filled: Filled) -> str:
+    return (
+        f"{filled.share:.0%} of what hot prefixes save, {filled.num_done} of {filled.num_prefixes} prefixes, "
+        f"{filled.num_tokens:,} tokens"
+    )
