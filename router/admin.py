@@ -1,14 +1,17 @@
 """What an operator asks of a router; the HTTP and gRPC fronts answer the same."""
 
+import asyncio
 from typing import Any
 
 from warmfront_pb.v1 import admin_pb2, common_pb2
 
-from router.errors import InvalidRequestError, NotFoundError
+from router.errors import InvalidRequestError, NoReplicaReadyError, NotFoundError
 from router.fleet import Fleet, Member
 from router.worker_client import WorkerError
 
 _DRAIN_TIMEOUT_S = 5.0
+_RESET_TIMEOUT_S = 5.0
+_OUTCOMES = {"FAILED_PRECONDITION": "busy", "UNAVAILABLE": "unreachable", "DEADLINE_EXCEEDED": "unreachable"}
 
 
 class Admin:
@@ -42,6 +45,18 @@ class Admin:
         except WorkerError as error:
             raise error.as_router_error() from error
 
+    async def reset_cache(self) -> admin_pb2.ResetCacheResponse:
+        """Let every replica forget its cached blocks, and say which did. Raises ``NoReplicaReadyError`` for none.
+
+        The index follows by the replicas' own events, here and in every other router.
+        """
+        members = [self._fleet.members[name] for name in sorted(self._fleet.members)]
+        if not members:
+            raise NoReplicaReadyError(self._fleet.why_not_ready())
+        resets = await asyncio.gather(*map(_reset, members))
+        complete = all(reset.outcome == "reset" for reset in resets)
+        return admin_pb2.ResetCacheResponse(complete=complete, replicas=resets)
+
     def _replica(self, member: Member) -> admin_pb2.Replica:
         load = self._fleet.loads.of(member.replica.id)
         one = admin_pb2.Replica(
@@ -53,6 +68,21 @@ class Admin:
         )
         one.lease.fault = member.replica.fault or one.lease.fault
         return one
+
+
+async def _reset(member: Member) -> admin_pb2.ReplicaReset:
+    name = member.replica.id
+    try:
+        return admin_pb2.ReplicaReset(
+            replica=name, outcome="reset", blocks=await member.client.reset_cache(_RESET_TIMEOUT_S)
+        )
+    except WorkerError as error:
+        outcome = _OUTCOMES.get(error.status, "failed")
+        return admin_pb2.ReplicaReset(replica=name, outcome=outcome, detail=f"{error.status}: {error.message}")
+    except asyncio.CancelledError:
+        if not member.has_left:
+            raise
+        return admin_pb2.ReplicaReset(replica=name, outcome="unreachable", detail="it left the fleet")
 
 
 def _replica_json(one: admin_pb2.Replica) -> dict[str, Any]:

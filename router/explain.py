@@ -14,6 +14,7 @@ from itertools import islice
 from typing import Any, NamedTuple
 
 from google.protobuf import json_format
+from google.protobuf.message import Message
 from warmfront_pb.v1 import admin_pb2
 
 from router.errors import NotFoundError
@@ -104,8 +105,8 @@ def explain(record: Record) -> admin_pb2.Explanation:
     return explanation
 
 
-def as_json(message: admin_pb2.Explanation | admin_pb2.ExplainResponse) -> dict[str, Any]:
-    """The object that HTTP answers with."""
+def as_json(message: Message) -> dict[str, Any]:
+    """A message as the object that HTTP answers with."""
     found: dict[str, Any] = json_format.MessageToDict(
         message, preserving_proto_field_name=True, always_print_fields_with_no_presence=True
     )

@@ -68,6 +68,7 @@ class HttpFront:
             Path("/v1/replicas", self._replicas, methods=["GET"]),
             Path("/v1/drain", self._drain, methods=["POST"]),
             Path("/v1/explain", self._explain, methods=["POST"]),
+            Path("/v1/cache/reset", self._reset_cache, methods=["POST"]),
             Path("/healthz", self._healthz, methods=["GET"]),
             Path("/readyz", self._readyz, methods=["GET"]),
             Path("/metrics", self._metrics_text, methods=["GET"]),
@@ -176,6 +177,10 @@ class HttpFront:
         request, session = asked
         record = await self._dispatcher.explain(request, http.headers.get("x-warmfront-session", "") or session)
         return _json(as_json(explain(record)))
+
+    async def _reset_cache(self, http: Request) -> Response:
+        reset = await self._admin.reset_cache()
+        return _json(as_json(reset), status=200 if reset.complete else 207)
 
     async def _healthz(self, http: Request) -> Response:
         return Response("ok\n", media_type="text/plain")

@@ -89,6 +89,11 @@ class GrpcFront:
                             request_deserializer=admin_pb2.ExplainRequest.FromString,
                             response_serializer=admin_pb2.ExplainResponse.SerializeToString,
                         ),
+                        "ResetCache": grpc.unary_unary_rpc_method_handler(
+                            self._reset_cache,
+                            request_deserializer=admin_pb2.ResetCacheRequest.FromString,
+                            response_serializer=admin_pb2.ResetCacheResponse.SerializeToString,
+                        ),
                     },
                 ),
             )
@@ -191,6 +196,15 @@ class GrpcFront:
             await _abort(context, error)
             raise
         return admin_pb2.ExplainResponse(explanations=map(explain, records))
+
+    async def _reset_cache(
+        self, request: admin_pb2.ResetCacheRequest, context: Context
+    ) -> admin_pb2.ResetCacheResponse:
+        try:
+            return await self._admin.reset_cache()
+        except RouterError as error:
+            await _abort(context, error)
+            raise
 
 
 def _text_metadata(context: Context) -> dict[str, str]:

@@ -98,6 +98,11 @@ class WorkerClient:
             request_serializer=worker_pb2.DrainWorkerRequest.SerializeToString,
             response_deserializer=worker_pb2.DrainWorkerResponse.FromString,
         )
+        self._reset_cache = self._channel.unary_unary(
+            f"{_SERVICE}/ResetCache",
+            request_serializer=worker_pb2.ResetWorkerCacheRequest.SerializeToString,
+            response_deserializer=worker_pb2.ResetWorkerCacheResponse.FromString,
+        )
 
     def generate(self, request: bytes, timeout_s: float | None) -> WorkerStream:
         """Start a Generate call with a serialised WorkerGenerateRequest."""
@@ -122,6 +127,16 @@ class WorkerClient:
         except grpc.aio.AioRpcError as error:
             raise _worker_error(error) from None
         return reply.running
+
+    async def reset_cache(self, timeout_s: float) -> int:
+        """Let the replica forget its cached blocks; how many. Raises ``WorkerError``: FAILED_PRECONDITION when busy."""
+        try:
+            reply: worker_pb2.ResetWorkerCacheResponse = await self._reset_cache(
+                worker_pb2.ResetWorkerCacheRequest(), timeout=timeout_s, metadata=self._metadata
+            )
+        except grpc.aio.AioRpcError as error:
+            raise _worker_error(error) from None
+        return reply.blocks
 
     async def close(self) -> None:
         """Close the channel; calls that are still running are cancelled."""

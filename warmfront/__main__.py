@@ -21,6 +21,7 @@ COMMANDS = {
     "hot": ("warmfront.hot", "hot", "List the prefixes that a fleet hits most."),
     "prewarm": ("warmfront.hot", "prewarm", "Compute hot prefixes on a worker before it is needed."),
     "drain": ("warmfront.status", "drain", "Take a replica out of service; running requests end."),
+    "reset": ("warmfront.status", "reset", "Let every replica forget its cached blocks."),
     "down": ("warmfront.down", "down", "End a cluster, or remove what a killed `up` left."),
     "router": ("warmfront.parts", "router", "Run one router, for containers."),
     "worker": ("warmfront.parts", "worker", "Run one worker, for containers."),

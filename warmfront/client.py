@@ -93,7 +93,7 @@ class Client:
     def _json(self, method: str, path: str, body: dict[str, Any] | None) -> Any:
         connection, response = self._request(method, path, body)
         with connection_closed(connection):
-            if response.status != 200:
+            if response.status not in (200, 207):  # 207: done in part, and the object says which
                 raise _error(response, self.url)
             try:
                 return json.loads(response.read())

@@ -1,4 +1,4 @@
-"""``warmfront status``, the replicas as a router sees them, and ``warmfront drain``."""
+"""``warmfront status``, the replicas as a router sees them, ``warmfront drain`` and ``reset``."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def status(*, url: str, as_json: bool, watch: bool) -> None:
 @click.command()
 @click.argument("replica")
 @url_option
-@click.option("--deadline", type=Duration(), default="60s", show_default=True, help="What still runs after this is cut.")
+@click.option("--deadline", type=Duration(), default="60s", show_default=True, help="What runs then is cut.")
 @click.option("--no-wait", is_flag=True, help="Return as soon as the replica takes no new requests.")
 def drain(*, replica: str, url: str, deadline: float, no_wait: bool) -> None:
     """Take REPLICA out of service: no new requests go there, running ones end, its process exits."""
@@ -62,6 +62,23 @@ def drain(*, replica: str, url: str, deadline: float, no_wait: bool) -> None:
         if time.monotonic() > end:
             raise DeadlinePassed(f"{replica} still has {now.get('running', '?')} requests after {deadline:g} s")
         time.sleep(0.2)
+
+
+@click.command()
+@url_option
+@click.option("--json", "as_json", is_flag=True, help="Print the object of POST /v1/cache/reset.")
+def reset(*, url: str, as_json: bool) -> None:
+    """Let every replica forget its cached blocks; one whose requests hold blocks refuses, and the exit code is 1."""
+    answer = Client(url, timeout_s=30).post("/v1/cache/reset", {})
+    if as_json:
+        click.echo(json.dumps(answer))
+    else:
+        for one in answer["replicas"]:
+            what = f"{one['blocks']:,} blocks dropped" if one["outcome"] == "reset" else one["detail"]
+            click.echo(f"{one['replica']}: {one['outcome']}, {what}")
+    if not answer["complete"]:
+        left = [one["replica"] for one in answer["replicas"] if one["outcome"] != "reset"]
+        raise Failure(f"not reset: {', '.join(left)}; try again when they are idle and reachable")
 
 
 def render(answer: dict[str, Any], url: str) -> RenderableType:

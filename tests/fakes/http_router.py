@@ -22,6 +22,7 @@ class FakeRouter:
     bodies: list[dict[str, Any]] = field(default_factory=list)
     seen: set[tuple[str, str]] = field(default_factory=set)
     drained: list[str] = field(default_factory=list)
+    has_busy_replica: bool = False  # one that refuses to reset its cache
     drains: bool = True  # whether a replica that is asked to drain ever leaves
     break_after: int | None = None  # pieces of an answer before an error event
     cut_after: int | None = None  # pieces of an answer before the connection is closed without a word
@@ -123,6 +124,14 @@ def fake_router() -> Iterator[FakeRouter]:
                     if state.drains:
                         state.replicas = [one for one in state.replicas if one["id"] != body["replica"]]
                     self._json(200, {"replica": body["replica"], "running": 1})
+                case "/v1/cache/reset":
+                    resets = [
+                        {"replica": "w0", "outcome": "reset", "blocks": 1200, "detail": ""},
+                        {"replica": "w1", "outcome": "busy", "blocks": 0, "detail": "requests hold blocks"},
+                    ]
+                    kept = resets if state.has_busy_replica else resets[:1]
+                    complete = not state.has_busy_replica
+                    self._json(200 if complete else 207, {"complete": complete, "replicas": kept})
                 case "/v1/explain":
                     state.bodies.append(body)
                     one = explanation(body.get("request_id", ""))

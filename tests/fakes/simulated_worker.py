@@ -166,6 +166,16 @@ class SimulatedWorker(worker_pb2_grpc.WorkerServicer):
         await self.report()
         return worker_pb2.DrainWorkerResponse(running=self.running)
 
+    async def ResetCache(
+        self, request: worker_pb2.ResetWorkerCacheRequest, context: grpc.aio.ServicerContext[Any, Any]
+    ) -> worker_pb2.ResetWorkerCacheResponse:
+        await self._authenticate(context)
+        num_blocks = self.cache.num_cached_blocks
+        if not self.cache.reset():
+            await context.abort(grpc.StatusCode.FAILED_PRECONDITION, "requests hold blocks")
+        await self.report_events()
+        return worker_pb2.ResetWorkerCacheResponse(blocks=num_blocks)
+
     async def _authenticate(self, context: grpc.aio.ServicerContext[Any, Any]) -> None:
         if dict(context.invocation_metadata() or ()).get("authorization") != f"Bearer {TOKEN}":
             await context.abort(grpc.StatusCode.UNAUTHENTICATED, "wrong token")

@@ -186,11 +186,11 @@ async def test_a_failed_a_full_and_a_draining_replica_are_named_as_such(cluster:
     cluster.workers["w2"].state = common_pb2.DRAINING
     await until(lambda: "w2" not in router.fleet.ready)
     for status, reason in ((grpc.StatusCode.RESOURCE_EXHAUSTED, "overloaded"), (grpc.StatusCode.INTERNAL, "excluded")):
-        home = (await ask(cluster, PROMPT))["chosen"]
-        for name in ("w0", "w1"):
-            cluster.workers[name].faults.statuses = [status]
-        cluster.workers["w1" if home == "w0" else "w0"].faults.statuses = []
-        answer = await cluster.http.post("/v1/completions", json=PROMPT, headers={"x-warmfront-explain": "1"})
+        prompt = {**PROMPT, "prompt": f"{reason} " * 20}
+        home = (await cluster.http.post("/v1/completions", json=prompt)).headers["x-warmfront-replica"]
+        await until(cluster.index_is_true)
+        cluster.workers[home].faults.statuses = [status]
+        answer = await cluster.http.post("/v1/completions", json=prompt, headers={"x-warmfront-explain": "1"})
         told = answer.json()["warmfront"]
         found = {one["replica"]: one["reason"] for one in told["replicas"]}
         assert told["retries"] == 1

@@ -48,7 +48,8 @@ def test_an_error_of_the_router_is_one_line_and_its_exit_code_says_whose_fault(c
 
 
 @pytest.mark.parametrize(
-    "command", [("status",), ("chat",), ("compare",), ("drain", "w0"), ("generate",), ("explain",)]
+    "command",
+    [("status",), ("chat",), ("compare",), ("drain", "w0"), ("generate",), ("explain",), ("reset",)],
 )
 def test_without_a_cluster_the_error_says_how_to_start_one(cli: Cli, command: tuple[str, ...]) -> None:
     more = ("--prompt-file", "-", "--max-tokens", "1") if command == ("generate",) else ()
@@ -173,3 +174,13 @@ def test_explain_lists_the_last_decisions_and_prints_json(cli: Cli, router: Fake
     assert (told["explanations"][0]["chosen"], router.bodies[-1]) == ("w0", {"last": 20})
     both = cli("explain", "--url", router.url, "--last", "3", "a prompt")
     assert (both.exit_code, "not two of them" in both.err) == (2, True)
+
+
+def test_reset_says_who_did_and_fails_when_somebody_did_not(cli: Cli, router: FakeRouter) -> None:
+    done = cli("reset", "--url", router.url)
+    assert (done.exit_code, done.out) == (0, "w0: reset, 1,200 blocks dropped\n")
+    router.has_busy_replica = True
+    partly = cli("reset", "--url", router.url)
+    assert (partly.exit_code, "w1: busy, requests hold blocks" in partly.out) == (1, True)
+    assert "not reset: w1" in partly.err
+    assert json.loads(cli("reset", "--url", router.url, "--json").out)["complete"] is False

@@ -129,3 +129,27 @@ class ReplicaExplanation(_message.Message):
     displaced_s: float
     cost_s: float
     def __init__(self, replica: _Optional[str] = ..., state: _Optional[str] = ..., reason: _Optional[str] = ..., detail: _Optional[str] = ..., device_blocks: _Optional[int] = ..., host_blocks: _Optional[int] = ..., pending_blocks: _Optional[int] = ..., matched_tokens: _Optional[int] = ..., waiting_tokens: _Optional[float] = ..., waiting_requests: _Optional[int] = ..., in_flight: _Optional[int] = ..., predicted_ttft_s: _Optional[float] = ..., wait_s: _Optional[float] = ..., miss_s: _Optional[float] = ..., displaced_s: _Optional[float] = ..., cost_s: _Optional[float] = ...) -> None: ...
+
+class ResetCacheRequest(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class ResetCacheResponse(_message.Message):
+    __slots__ = ("complete", "replicas")
+    COMPLETE_FIELD_NUMBER: _ClassVar[int]
+    REPLICAS_FIELD_NUMBER: _ClassVar[int]
+    complete: bool
+    replicas: _containers.RepeatedCompositeFieldContainer[ReplicaReset]
+    def __init__(self, complete: bool = ..., replicas: _Optional[_Iterable[_Union[ReplicaReset, _Mapping]]] = ...) -> None: ...
+
+class ReplicaReset(_message.Message):
+    __slots__ = ("replica", "outcome", "blocks", "detail")
+    REPLICA_FIELD_NUMBER: _ClassVar[int]
+    OUTCOME_FIELD_NUMBER: _ClassVar[int]
+    BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    DETAIL_FIELD_NUMBER: _ClassVar[int]
+    replica: str
+    outcome: str
+    blocks: int
+    detail: str
+    def __init__(self, replica: _Optional[str] = ..., outcome: _Optional[str] = ..., blocks: _Optional[int] = ..., detail: _Optional[str] = ...) -> None: ...

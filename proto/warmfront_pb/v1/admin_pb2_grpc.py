@@ -49,6 +49,11 @@ class AdminStub(object):
                 request_serializer=warmfront__pb_dot_v1_dot_admin__pb2.ExplainRequest.SerializeToString,
                 response_deserializer=warmfront__pb_dot_v1_dot_admin__pb2.ExplainResponse.FromString,
                 _registered_method=True)
+        self.ResetCache = channel.unary_unary(
+                '/warmfront.v1.Admin/ResetCache',
+                request_serializer=warmfront__pb_dot_v1_dot_admin__pb2.ResetCacheRequest.SerializeToString,
+                response_deserializer=warmfront__pb_dot_v1_dot_admin__pb2.ResetCacheResponse.FromString,
+                _registered_method=True)
 
 
 class AdminServicer(object):
@@ -74,6 +79,13 @@ class AdminServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def ResetCache(self, request, context):
+        """Let every replica forget its cached blocks. OK whatever became of it: the answer says who did and who did not.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_AdminServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -91,6 +103,11 @@ def add_AdminServicer_to_server(servicer, server):
                     servicer.Explain,
                     request_deserializer=warmfront__pb_dot_v1_dot_admin__pb2.ExplainRequest.FromString,
                     response_serializer=warmfront__pb_dot_v1_dot_admin__pb2.ExplainResponse.SerializeToString,
+            ),
+            'ResetCache': grpc.unary_unary_rpc_method_handler(
+                    servicer.ResetCache,
+                    request_deserializer=warmfront__pb_dot_v1_dot_admin__pb2.ResetCacheRequest.FromString,
+                    response_serializer=warmfront__pb_dot_v1_dot_admin__pb2.ResetCacheResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -174,6 +191,33 @@ class Admin(object):
             '/warmfront.v1.Admin/Explain',
             warmfront__pb_dot_v1_dot_admin__pb2.ExplainRequest.SerializeToString,
             warmfront__pb_dot_v1_dot_admin__pb2.ExplainResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ResetCache(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/warmfront.v1.Admin/ResetCache',
+            warmfront__pb_dot_v1_dot_admin__pb2.ResetCacheRequest.SerializeToString,
+            warmfront__pb_dot_v1_dot_admin__pb2.ResetCacheResponse.FromString,
             options,
             channel_credentials,
             insecure,
