@@ -48,6 +48,10 @@ proto-check:
 proto: ## regenerate proto/warmfront_pb from its .proto files
 	proto/generate.sh
 
+.PHONY: helm
+helm: $(VENV)/.dev ## bring the chart's README and schema up to date with its values and the program's flags
+	$(VENV)/bin/python tools/helm-sync
+
 # torch stands in the lock without its CUDA packages: it is installed first and brings along what its own build needs.
 LOCK = pip-compile --quiet --strip-extras --annotation-style=line --no-header --no-emit-index-url --no-emit-find-links \
   --no-emit-trusted-host --constraint tools/constraints.txt
@@ -67,4 +71,4 @@ bench-router: $(VENV)/.dev ## placement rules over many loads, in virtual time
 	$(BENCH)/placement_matrix.py $(ARGS)
 
 clean: ## remove the virtual environments and caches
-	rm -rf $(VENV) .venv-proto .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache *.egg-info
+	rm -rf $(VENV) .venv-proto .venv-helm .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache *.egg-info

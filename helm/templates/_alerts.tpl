@@ -1,0 +1,80 @@
+{{/* The alerts. Each expression names metrics of docs/reference.md only. */}}
+
+{{/* Hit rate of pods that were there a minute before the window began: what is cold after a start is left out.
+     Synthetic traffic counts in neither metric. */}}
+{{- define "warmfront.hitRate" -}}
+sum(rate(warmfront_worker_prefix_cache_hits_tokens_total{ {{- .pods -}} }[{{ .window }}] {{ .then }}) and warmfront_worker_prefix_cache_hits_tokens_total{ {{- .pods -}} } offset {{ .before }}) / sum(rate(warmfront_worker_prefix_cache_queries_tokens_total{ {{- .pods -}} }[{{ .window }}] {{ .then }}) and warmfront_worker_prefix_cache_queries_tokens_total{ {{- .pods -}} } offset {{ .before }})
+{{- end -}}
+
+{{- define "warmfront.alerts" -}}
+{{- $rule := .Values.metrics.prometheusRule }}
+{{- $fullname := include "warmfront.fullname" . }}
+{{- $router := printf "namespace=%q, pod=~%q" .Release.Namespace (printf "%s-router-.+" $fullname) }}
+{{- $worker := printf "namespace=%q, pod=~%q" .Release.Namespace (printf "%s-worker-.+" $fullname) }}
+- alert: WarmfrontHitRateLow
+  expr: {{ include "warmfront.hitRate" (dict "pods" $worker "window" "10m" "then" "" "before" "11m") }} < {{ $rule.lowHitRate }}
+  for: 15m
+  annotations:
+    summary: Fewer prompt tokens than usual come from the cache.
+    description: "Hit rate {{ `{{ $value | humanizePercentage }}` }}. `warmfront status` says whether prompts do not match or blocks are evicted before reuse."
+- alert: WarmfrontHitRateFalling
+  expr: ({{ include "warmfront.hitRate" (dict "pods" $worker "window" "1h" "then" "" "before" "61m") }}) < {{ $rule.fallenHitRate }} * ({{ include "warmfront.hitRate" (dict "pods" $worker "window" "1h" "then" "offset 1d" "before" "1501m") }})
+  for: 30m
+  annotations:
+    summary: The hit rate has fallen since yesterday at this time.
+    description: "Now / then of the last hour is under {{ $rule.fallenHitRate }}. Did prompts change, or did tenants or replicas?"
+- alert: WarmfrontYoungEvictions
+  expr: sum(rate(warmfront_worker_evicted_age_seconds_sum{ {{- $worker -}} }[15m])) / sum(rate(warmfront_worker_evicted_age_seconds_count{ {{- $worker -}} }[15m])) < {{ $rule.youngEvictionSeconds }}
+  for: 15m
+  annotations:
+    summary: Blocks are evicted soon after their last use.
+    description: "Evicted blocks had been idle for {{ `{{ $value | humanizeDuration }}` }} on average: the pools are small for this load (worker.flags.kv-blocks, more workers)."
+- alert: WarmfrontIndexNotLive
+  expr: max by (pod) (warmfront_router_index_mode{ {{- $router -}}, mode!="live"}) == 1
+  for: 5m
+  annotations:
+    summary: "Router {{ `{{ $labels.pod }}` }} does not follow the workers' caches."
+    description: It places requests from a snapshot or from what it remembers. Is Redis there?
+- alert: WarmfrontEventGaps
+  expr: sum(rate(warmfront_router_index_gaps_total{ {{- $router -}} }[10m])) > 0.1
+  for: 15m
+  annotations:
+    summary: Routers miss cache events and reload snapshots.
+    description: "{{ `{{ $value }}` }} gaps/s. Events come faster than routers read, or Redis drops keys (its policy must be noeviction)."
+- alert: WarmfrontRedisDown
+  expr: min(warmfront_router_redis_up{ {{- $router -}} }) == 0
+  for: 2m
+  annotations:
+    summary: Redis does not answer a router.
+    description: Requests go on from the routers' mirrors; no worker can join.
+- alert: WarmfrontReplicasRefused
+  expr: max(warmfront_router_replicas_refused{ {{- $router -}} }) > 0
+  for: 5m
+  annotations:
+    summary: Workers differ from their fleet and get no traffic.
+    description: "`warmfront status` names what differs."
+- alert: WarmfrontNoReplicaReady
+  expr: max(warmfront_router_replicas_ready{ {{- $router -}} }) == 0
+  for: 1m
+  labels: {severity: critical}
+  annotations:
+    summary: No worker is ready.
+    description: Every request is answered with 503.
+- alert: WarmfrontErrors
+  expr: sum(rate(warmfront_router_requests_total{ {{- $router -}}, code=~"INTERNAL|UNAVAILABLE|UNKNOWN|DEADLINE_EXCEEDED"}[5m])) / sum(rate(warmfront_router_requests_total{ {{- $router -}} }[5m])) > 0.01
+  for: 5m
+  annotations:
+    summary: More than 1 % of requests fail.
+    description: "{{ `{{ $value | humanizePercentage }}` }} of requests of the last five minutes."
+- alert: WarmfrontFailovers
+  expr: sum(rate(warmfront_router_failovers_total{ {{- $router -}} }[10m])) > 0.05
+  for: 10m
+  annotations:
+    summary: Streams are moved to other workers.
+    description: "{{ `{{ $value }}` }} per second: workers die in mid-stream."
+- alert: WarmfrontPrewarmMissed
+  expr: sum(increase(warmfront_router_prewarm_missed_total{ {{- $router -}} }[30m])) / (sum(increase(warmfront_router_prewarm_missed_total{ {{- $router -}} }[30m])) + sum(increase(warmfront_router_prewarm_tokens_total{ {{- $router -}} }[30m]))) > 0.3
+  annotations:
+    summary: New workers became ready without the fleet's hottest prefixes.
+    description: "{{ `{{ $value | humanizePercentage }}` }} of the hot set was missing: a longer worker.flags.prewarm-deadline, or larger pools."
+{{- end -}}

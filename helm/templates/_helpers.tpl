@@ -1,0 +1,295 @@
+{{/* Names, labels, and what routers and workers share. */}}
+
+{{- define "warmfront.name" -}}
+{{- default .Chart.Name .Values.nameOverride | trunc 40 | trimSuffix "-" -}}
+{{- end -}}
+
+{{- define "warmfront.fullname" -}}
+{{- $name := include "warmfront.name" . -}}
+{{- if .Values.fullnameOverride -}}
+{{- .Values.fullnameOverride | trunc 48 | trimSuffix "-" -}}
+{{- else if contains $name .Release.Name -}}
+{{- .Release.Name | trunc 48 | trimSuffix "-" -}}
+{{- else -}}
+{{- printf "%s-%s" .Release.Name $name | trunc 48 | trimSuffix "-" -}}
+{{- end -}}
+{{- end -}}
+
+{{/* What selects pods. It never changes from one version of the chart to the next. Takes {root, component}. */}}
+{{- define "warmfront.selector" -}}
+app.kubernetes.io/name: {{ include "warmfront.name" .root }}
+app.kubernetes.io/instance: {{ .root.Release.Name }}
+app.kubernetes.io/component: {{ .component }}
+{{- end -}}
+
+{{- define "warmfront.labels" -}}
+{{ include "warmfront.selector" . }}
+app.kubernetes.io/version: {{ .root.Chart.AppVersion | quote }}
+app.kubernetes.io/managed-by: {{ .root.Release.Service }}
+app.kubernetes.io/part-of: warmfront
+helm.sh/chart: {{ printf "%s-%s" .root.Chart.Name .root.Chart.Version }}
+{{- with .root.Values.commonLabels }}
+{{ toYaml . }}
+{{- end }}
+{{- end -}}
+
+{{/* name, namespace, labels and annotations of an object. Takes {root, component, name, labels, annotations}. */}}
+{{- define "warmfront.metadata" -}}
+name: {{ .name }}
+namespace: {{ .root.Release.Namespace }}
+labels:
+  {{- include "warmfront.labels" . | nindent 2 }}
+  {{- with .labels }}
+  {{- toYaml . | nindent 2 }}
+  {{- end }}
+{{- with merge (dict) (.annotations | default dict) .root.Values.commonAnnotations }}
+annotations:
+  {{- toYaml . | nindent 2 }}
+{{- end }}
+{{- end -}}
+
+{{- define "warmfront.serviceAccountName" -}}
+{{- .Values.serviceAccount.name | default (ternary (include "warmfront.fullname" .) "default" .Values.serviceAccount.create) -}}
+{{- end -}}
+
+{{/* Takes {image, tag}: the tag where the image names none. */}}
+{{- define "warmfront.image" -}}
+{{- if .image.digest -}}
+{{ .image.repository }}@{{ .image.digest }}
+{{- else -}}
+{{ .image.repository }}:{{ .image.tag | default .tag }}
+{{- end -}}
+{{- end -}}
+
+{{/* A fleet is the set of replicas that may answer for each other: a change of what they agree on is a new fleet. */}}
+{{- define "warmfront.fleet" -}}
+{{- if .Values.cache.fleet -}}
+{{- .Values.cache.fleet -}}
+{{- else -}}
+{{- $contract := dict "model" .Values.model "hashAlgorithm" .Values.cache.hashAlgorithm "blockSize" (int .Values.cache.blockSize) -}}
+{{- if hasPrefix "xxhash" .Values.cache.hashAlgorithm -}}
+{{- $_ := set $contract "hashSeed" .Values.cache.hashSeed -}}
+{{- end -}}
+{{- range $flag := list "dtype" "kv-cache-dtype" "mode" "max-model-len" "engine" -}}
+{{- if hasKey $.Values.worker.flags $flag -}}
+{{- $_ := set $contract $flag (include "warmfront.scalar" (get $.Values.worker.flags $flag)) -}}
+{{- end -}}
+{{- end -}}
+{{- $place := printf "%s-%s" .Release.Namespace (include "warmfront.fullname" .) -}}
+{{- printf "%s-%s" ($place | trunc 54 | trimSuffix "-") (printf "%s %s" $place (toJson $contract) | sha256sum | trunc 8) -}}
+{{- end -}}
+{{- end -}}
+
+{{/* A value as the command line spells it: whole numbers without exponent. */}}
+{{- define "warmfront.scalar" -}}
+{{- if and (kindIs "float64" .) (eq (floor .) .) -}}{{ int64 . }}{{- else -}}{{ . }}{{- end -}}
+{{- end -}}
+
+{{/* A map of flags as list items of `args`. A false one is --no-FLAG where the program knows that, else nothing. */}}
+{{- define "warmfront.flags" -}}
+{{- range $name, $value := . }}
+{{- if kindIs "invalid" $value }}
+{{- else if kindIs "bool" $value }}
+{{- if $value }}
+- --{{ $name }}
+{{- else if has $name (list "continue-streams" "enable-prefix-caching" "hot" "prewarm" "token-reuse") }}
+- --no-{{ $name }}
+{{- end }}
+{{- else }}
+- --{{ $name }}
+- {{ include "warmfront.scalar" $value | quote }}
+{{- end }}
+{{- end }}
+{{- end -}}
+
+{{/* Arguments that both sides get, word for word the same. */}}
+{{- define "warmfront.sharedArgs" -}}
+- --fleet
+- {{ include "warmfront.fleet" . | quote }}
+- --prefix-caching-hash-algo
+- {{ .Values.cache.hashAlgorithm }}
+- --block-size
+- {{ .Values.cache.blockSize | int | quote }}
+{{- if hasPrefix "xxhash" .Values.cache.hashAlgorithm }}
+- --prefix-caching-hash-seed-file
+- {{ .Values.secretsPath }}/hash-seed
+{{- end }}
+- --worker-token-file
+- {{ .Values.secretsPath }}/worker-token
+- --listen
+- {{ .Values.listenAddress | quote }}
+- --insecure-listen
+{{- end -}}
+
+{{/* Whether a Redis of the user's is given ("true") or the bundled one runs (""). */}}
+{{- define "warmfront.externalRedis" -}}
+{{- if or .Values.redis.external.url .Values.redis.external.existingSecret }}true{{ end -}}
+{{- end -}}
+
+{{- define "warmfront.redisPort" -}}
+{{- $redis := .Values.redis -}}
+{{- if not (include "warmfront.externalRedis" .) -}}
+{{- int $redis.bundled.port -}}
+{{- else -}}
+{{- regexFind ":[0-9]+(/|\\?|$)" $redis.external.url | trimPrefix ":" | trimSuffix "/" | trimSuffix "?" | default (int $redis.external.port) -}}
+{{- end -}}
+{{- end -}}
+
+{{- define "warmfront.redisEnv" -}}
+{{- $redis := .Values.redis -}}
+{{- if $redis.external.existingSecret }}
+- name: WARMFRONT_REDIS
+  valueFrom:
+    secretKeyRef: {name: {{ $redis.external.existingSecret | quote }}, key: {{ $redis.external.key | quote }}}
+{{- else if $redis.external.url }}
+- name: WARMFRONT_REDIS
+  value: {{ $redis.external.url | quote }}
+{{- else }}
+- name: REDIS_PASSWORD
+  valueFrom:
+    secretKeyRef:
+      name: {{ $redis.bundled.existingSecret | default (include "warmfront.fullname" .) }}
+      key: {{ $redis.bundled.key | quote }}
+- name: WARMFRONT_REDIS
+  value: redis://:$(REDIS_PASSWORD)@{{ include "warmfront.fullname" . }}-valkey:{{ int $redis.bundled.port }}/0
+{{- end }}
+{{- if $redis.external.caSecret.name }}
+- name: SSL_CERT_FILE
+  value: /run/secrets/redis-ca/{{ $redis.external.caSecret.key }}
+{{- end }}
+{{- end -}}
+
+{{/* Environment of a router or worker. Takes {root, component, config}. */}}
+{{- define "warmfront.env" -}}
+- name: POD_IP
+  valueFrom: {fieldRef: {fieldPath: status.podIP}}
+- name: {{ ternary "WARMFRONT_ROUTER_ID" "WARMFRONT_REPLICA_ID" (eq .component "router") }}
+  valueFrom: {fieldRef: {fieldPath: metadata.name}}
+{{- include "warmfront.redisEnv" .root }}
+{{- with .config.extraEnv }}
+{{ toYaml . }}
+{{- end }}
+{{- end -}}
+
+{{/* Secret with the worker token and the hash seed, as one volume. */}}
+{{- define "warmfront.secretVolume" -}}
+- name: secrets
+  projected:
+    defaultMode: 288 # 0440
+    sources:
+      - secret:
+          name: {{ .Values.workerToken.existingSecret | default (include "warmfront.fullname" .) }}
+          items: [{key: {{ .Values.workerToken.key | quote }}, path: worker-token}]
+      {{- if hasPrefix "xxhash" .Values.cache.hashAlgorithm }}
+      - secret:
+          name: {{ .Values.cache.hashSeed.existingSecret | default (include "warmfront.fullname" .) }}
+          items: [{key: {{ .Values.cache.hashSeed.key | quote }}, path: hash-seed}]
+      {{- end }}
+{{- with .Values.redis.external.caSecret }}
+{{- if .name }}
+- name: redis-ca
+  secret: {secretName: {{ .name | quote }}, defaultMode: 288}
+{{- end }}
+{{- end }}
+{{- end -}}
+
+{{- define "warmfront.secretMounts" -}}
+- {name: secrets, mountPath: {{ .Values.secretsPath }}, readOnly: true}
+{{- if .Values.redis.external.caSecret.name }}
+- {name: redis-ca, mountPath: /run/secrets/redis-ca, readOnly: true}
+{{- end }}
+{{- end -}}
+
+{{/* Constraints with the component's own selector where they have none. Takes {root, component, config}. */}}
+{{- define "warmfront.topologySpread" -}}
+{{- $selector := dict "labelSelector" (dict "matchLabels" (include "warmfront.selector" . | fromYaml)) -}}
+{{- $constraints := list -}}
+{{- range .config.topologySpreadConstraints -}}
+{{- $constraints = append $constraints (merge (dict) . $selector) -}}
+{{- end -}}
+{{- if $constraints -}}
+{{- toYaml $constraints -}}
+{{- end -}}
+{{- end -}}
+
+{{/* Where and as whom a pod runs. Takes {root, component, config}. */}}
+{{- define "warmfront.podPlacement" -}}
+serviceAccountName: {{ include "warmfront.serviceAccountName" .root }}
+automountServiceAccountToken: false
+enableServiceLinks: false
+{{- with .root.Values.imagePullSecrets }}
+imagePullSecrets:
+  {{- toYaml . | nindent 2 }}
+{{- end }}
+securityContext:
+  {{- toYaml .config.podSecurityContext | nindent 2 }}
+{{- with .config.priorityClassName }}
+priorityClassName: {{ . }}
+{{- end }}
+{{- with .config.runtimeClassName }}
+runtimeClassName: {{ . }}
+{{- end }}
+{{- with .config.nodeSelector }}
+nodeSelector:
+  {{- toYaml . | nindent 2 }}
+{{- end }}
+{{- with .config.tolerations }}
+tolerations:
+  {{- toYaml . | nindent 2 }}
+{{- end }}
+{{- with .config.affinity }}
+affinity:
+  {{- toYaml . | nindent 2 }}
+{{- end }}
+{{- with include "warmfront.topologySpread" . }}
+topologySpreadConstraints:
+  {{- . | nindent 2 }}
+{{- end }}
+{{- with .config.initContainers }}
+initContainers:
+  {{- toYaml . | nindent 2 }}
+{{- end }}
+{{- end -}}
+
+{{/* No label names a version: an upgrade of the chart that changes nothing of a pod restarts none. */}}
+{{- define "warmfront.podMetadata" -}}
+labels:
+  {{- include "warmfront.selector" . | nindent 2 }}
+  {{- with merge (dict) .config.podLabels .root.Values.commonLabels }}
+  {{- toYaml . | nindent 2 }}
+  {{- end }}
+annotations:
+  kubectl.kubernetes.io/default-container: {{ .component }}
+  warmfront/fleet: {{ include "warmfront.fleet" .root | quote }}
+  {{- with merge (dict) .config.podAnnotations .root.Values.commonAnnotations }}
+  {{- toYaml . | nindent 2 }}
+  {{- end }}
+{{- end -}}
+
+{{- define "warmfront.grace" -}}
+{{- $least := add (.preStopSeconds | default 0) .drainDeadlineSeconds -}}
+{{- if kindIs "invalid" .terminationGracePeriodSeconds -}}
+{{- add $least .margin -}}
+{{- else -}}
+{{- int .terminationGracePeriodSeconds -}}
+{{- end -}}
+{{- end -}}
+
+{{/* What routers and workers both call. Takes {root}. */}}
+{{- define "warmfront.egress" -}}
+# Names, and Redis.
+- ports: [{port: 53, protocol: UDP}, {port: 53, protocol: TCP}]
+- ports: [{port: {{ include "warmfront.redisPort" .root }}, protocol: TCP}]
+  {{- if not (include "warmfront.externalRedis" .root) }}
+  to:
+    - podSelector:
+        matchLabels:
+          {{- include "warmfront.selector" (dict "root" .root "component" "valkey") | nindent 10 }}
+  {{- else if .root.Values.networkPolicy.redis }}
+  to:
+    {{- toYaml .root.Values.networkPolicy.redis | nindent 4 }}
+  {{- end }}
+{{- with .root.Values.networkPolicy.extraEgress }}
+{{ toYaml . }}
+{{- end }}
+{{- end -}}

@@ -1,0 +1,363 @@
+"""What values do: what both sides share, what is refused and how, and who may do what by default."""
+
+from __future__ import annotations
+
+import json
+import re
+import runpy
+import shutil
+from pathlib import Path
+from typing import Any
+
+import click
+import pytest
+import yaml
+
+from tests.helm.tools import CHART, ROOT, SCENARIOS, Helm, Objects, flag_values, helm_4, one, pod_specs
+from warmfront.options import flags_of
+
+SCHEMA: dict[str, Any] = json.loads((CHART / "values.schema.json").read_text(encoding="utf-8"))
+VALUES: dict[str, Any] = yaml.safe_load((CHART / "values.yaml").read_text(encoding="utf-8"))
+SYNC = runpy.run_path(str(ROOT / "tools" / "helm-sync"))
+SHARED = (
+    "--fleet",
+    "--prefix-caching-hash-algo",
+    "--block-size",
+    "--worker-token-file",
+    "--prefix-caching-hash-seed-file",
+)
+
+
+def container(objects: Objects, component: str) -> dict[str, Any]:
+    spec = one(objects, "Deployment", f"-{component}")["spec"]["template"]["spec"]
+    found: dict[str, Any] = spec["containers"][0]
+    return found
+
+
+def flags(objects: Objects, component: str) -> dict[str, str]:
+    return flag_values(container(objects, component)["args"])
+
+
+def fleet(helm: Helm, *args: str, **more: str) -> str:
+    objects = helm.template(*args, **more)
+    router, worker = flags(objects, "router")["--fleet"], flags(objects, "worker")["--fleet"]
+    assert router == worker
+    return router
+
+
+# One contract
+
+
+def test_both_sides_get_the_same_contract(scenarios: dict[str, Objects]) -> None:
+    for objects in scenarios.values():
+        router, worker = flags(objects, "router"), flags(objects, "worker")
+        assert {flag: router.get(flag) for flag in SHARED} == {flag: worker.get(flag) for flag in SHARED}
+        redis = [
+            [item for item in container(objects, side)["env"] if item["name"] == "WARMFRONT_REDIS"]
+            for side in ("router", "worker")
+        ]
+        assert redis[0] == redis[1] != []
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        "model.path=/models/a",
+        "model.servedName=a",
+        "model.revision=b",
+        "cache.blockSize=32",
+        "cache.hashAlgorithm=sha256",
+        "cache.hashAlgorithm=xxhash",
+        "worker.flags.dtype=bfloat16",
+        "worker.flags.mode=deterministic",
+        "worker.flags.max-model-len=4096",
+    ],
+)
+def test_a_change_of_contract_is_a_new_fleet(helm: Helm, change: str) -> None:
+    assert fleet(helm, "--set", change) != fleet(helm)
+
+
+@pytest.mark.parametrize("same", ["worker.replicas=7", "worker.flags.kv-blocks=100", "router.flags.policy=random"])
+def test_what_is_no_contract_keeps_the_fleet(helm: Helm, same: str) -> None:
+    assert fleet(helm, "--set", same) == fleet(helm)
+
+
+def test_namespaces_on_one_redis_have_fleets_of_their_own(helm: Helm) -> None:
+    assert fleet(helm, namespace="a") != fleet(helm, namespace="b")
+
+
+def test_the_longest_names_still_make_a_fleet_that_the_program_takes(helm: Helm) -> None:
+    name = fleet(helm, release="r" * 53, namespace="n" * 63)
+    assert re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}", name)
+
+
+# Flags are the program's
+
+
+@pytest.mark.parametrize("component", ["router", "worker"])
+def test_what_the_chart_sets_itself_is_none_of_the_user_s_flags(scenarios: dict[str, Objects], component: str) -> None:
+    mine = SCHEMA["properties"][component]["properties"]["flags"]["properties"]
+    everything = {flag.name for flag in flags_of(component)}
+    assert set(mine) | SYNC["OWNED"][component] == everything
+    for args in ([], ["--set", "model.path=/m,model.servedName=m"], ["--set", "router.trustTenantHeader=true"]):
+        rendered = {flag.removeprefix("--") for flag in flags(helm_4().template(*args), component)}
+        assert rendered <= SYNC["OWNED"][component]
+
+
+def test_the_schema_has_the_program_s_flags() -> None:
+    text = (CHART / "values.schema.json").read_text(encoding="utf-8")
+    assert text == SYNC["schema"](text), "run tools/helm-sync"
+
+
+def test_false_is_spelled_as_the_program_knows_it(helm: Helm) -> None:
+    for component in ("router", "worker"):
+        known = SCHEMA["properties"][component]["properties"]["flags"]["properties"]
+        switches = [flag for flag in flags_of(component) if flag.name in known and flag.type in (bool, click.BOOL)]
+        off = [item for flag in switches for item in ("--set", f"{component}.flags.{flag.name}=false")]
+        args = container(helm.template(*off), component)["args"]
+        for flag in switches:
+            assert (f"--no-{flag.name}" in args) is (flag.type is bool), flag.name
+            assert f"--{flag.name}" not in args
+
+
+def test_numbers_keep_their_digits(helm: Helm) -> None:
+    got = flags(
+        helm.template("--set", "worker.flags.cpu-kv-bytes=34359738368,worker.flags.gpu-memory-utilization=0.92"),
+        "worker",
+    )
+    assert got["--cpu-kv-bytes"] == "34359738368"
+    assert got["--gpu-memory-utilization"] == "0.92"
+
+
+# Refusals name the value
+
+
+@pytest.mark.parametrize(
+    ("name", "args"),
+    [
+        ("ray.mode", ["ray.mode=static"]),
+        ("ray.mode", ["ray.mode=kuberay"]),
+        ("redis.external", ["redis.external.url=redis+sentinel://s:26379/0"]),
+        ("redis.external", ["redis.external.url=redis+cluster://s:6379"]),
+        ("redis.external.url", ["redis.external.url=redis://:secret@s:6379/0"]),
+        ("redis.external.url", ["redis.external.url=redis://s", "redis.external.existingSecret=s"]),
+        ("redis.external.caSecret", ["redis.external.caSecret.name=ca"]),
+        ("cache.blockSize", ["cache.blockSize=4"]),
+        ("cache.hashAlgorithm", ["cache.hashAlgorithm=md5"]),
+        ("cache.hashSeed", ["cache.hashSeed.existingSecret=s"]),
+        ("cache.fleet", ["cache.fleet=a b"]),
+        ("model.path", ["model.volume.existingClaim=c"]),
+        ("model.path", ["model.volume.existingClaim=c", "model.path=/models-of-mine/x"]),
+        ("model.volume", ["model.path=/models/a", "model.volume.existingClaim=c", "model.volume.source.nfs.server=s"]),
+        ("router.replicas", ["router.replicas=1"]),
+        ("router.trustTenantHeader", ["router.trustTenantHeader=true", "networkPolicy.enabled=false"]),
+        ("router.terminationGracePeriodSeconds", ["router.terminationGracePeriodSeconds=40"]),
+        ("worker.terminationGracePeriodSeconds", ["worker.terminationGracePeriodSeconds=60"]),
+        ("router.ports", ["router.ports.grpc=8000"]),
+        ("worker.ports", ["worker.ports.grpc=9091"]),
+        ("router.autoscaling", ["router.autoscaling.enabled=true", "router.autoscaling.minReplicas=20"]),
+        (
+            "router.autoscaling",
+            ["router.autoscaling.enabled=true", "router.autoscaling.targetCPUUtilizationPercentage=null"],
+        ),
+        ("worker.keda.serverAddress", ["worker.keda.enabled=true"]),
+        ("worker.rollingUpdate", ["worker.rollingUpdate.maxSurge=0"]),
+        ("worker.gpu.count", ["worker.gpu.count=2"]),
+        ("worker.gpu.count", ["worker.flags.device=cpu"]),
+        ("worker.flags", ["worker.flags.listen=0.0.0.0"]),
+        ("worker.flags", ["worker.flags.kv-block=3"]),
+        ("router.flags.policy", ["router.flags.policy=best"]),
+        ("router.image.digest", ["router.image.digest=latest"]),
+        ("ingress.hosts", ["ingress.enabled=true"]),
+        ("gateway.parentRefs", ["gateway.grpcRoute.enabled=true"]),
+        ("serviceAccount.name", ["serviceAccount.create=false"]),
+        ("replicaCount", ["replicaCount=3"]),
+    ],
+    ids=lambda value: ",".join(value) if isinstance(value, list) else value,
+)
+def test_a_wrong_value_is_refused_by_name(helm: Helm, name: str, args: list[str]) -> None:
+    said = helm.refusal(*(item for arg in args for item in ("--set", arg)))
+    assert name in said or "/" + name.replace(".", "/") in said or f"'{name}' not allowed" in said, said
+
+
+def closed(schema: dict[str, Any], path: str = "") -> list[str]:
+    """Paths of objects in the schema that take any key without saying of which kind."""
+    if schema.get("type") != "object":
+        return []
+    if "properties" not in schema:
+        return [] if "additionalProperties" in schema else [path]
+    found = [] if schema.get("additionalProperties") is False else [path]
+    for name, inner in schema["properties"].items():
+        found += closed(inner, f"{path}.{name}".lstrip("."))
+    return found
+
+
+def test_only_kubernetes_own_objects_are_open_in_the_schema() -> None:
+    probes = {"livenessProbe", "readinessProbe", "startupProbe"}
+    own = {
+        "affinity",
+        "behavior",
+        "global",
+        "lifecycle",
+        "podSecurityContext",
+        "resources",
+        "securityContext",
+        "source",
+    }
+    assert {path.rpartition(".")[2] for path in closed(SCHEMA)} == own | probes
+
+
+def paths(schema: dict[str, Any], values: Any, path: str = "") -> tuple[set[str], set[str]]:
+    """Dotted names in the schema and in the values, as deep as the schema names keys."""
+    if "properties" not in schema or path.endswith(".flags") or not isinstance(values, dict):
+        return {path}, {path}
+    named, given = set(schema["properties"]) - {"global"}, set(values)
+    in_schema, in_values = {f"{path}.{key}" for key in named}, {f"{path}.{key}" for key in given}
+    for key in named & given:
+        deeper = paths(schema["properties"][key], values[key], f"{path}.{key}")
+        in_schema |= deeper[0]
+        in_values |= deeper[1]
+    return in_schema, in_values
+
+
+def test_schema_and_values_have_the_same_names() -> None:
+    in_schema, in_values = paths(SCHEMA, VALUES)
+    assert in_schema == in_values
+
+
+def test_the_readme_explains_every_value_and_is_current() -> None:
+    text = (CHART / "values.yaml").read_text(encoding="utf-8")
+    assert (CHART / "README.md").read_text(encoding="utf-8") == SYNC["readme"](text), "run tools/helm-sync"
+    explained = {f".{path}" for path, _ in SYNC["explained"](text)}
+    names = paths(SCHEMA, VALUES)[1]
+    assert {name for name in names if not any(other.startswith(f"{name}.") for other in names)} == explained
+
+
+# Nobody has more rights than needed
+
+
+def test_every_pod_runs_as_nobody_without_privilege(scenarios: dict[str, Objects]) -> None:
+    for objects in scenarios.values():
+        for name, spec in pod_specs(objects):
+            assert spec["automountServiceAccountToken"] is False, name
+            assert spec["securityContext"]["runAsNonRoot"] is True, name
+            assert spec["securityContext"]["runAsUser"] > 0, name
+            assert spec["securityContext"]["seccompProfile"] == {"type": "RuntimeDefault"}, name
+            context = spec["containers"][0]["securityContext"]
+            assert context["readOnlyRootFilesystem"] is True, name
+            assert context["allowPrivilegeEscalation"] is False, name
+            assert context["capabilities"] == {"drop": ["ALL"]}, name
+
+
+def test_the_chart_asks_for_no_role(scenarios: dict[str, Objects]) -> None:
+    kinds = {item["kind"] for objects in scenarios.values() for item in objects}
+    assert not [kind for kind in kinds if "Role" in kind]
+
+
+def test_every_port_that_listens_has_a_policy_by_default(defaults: Objects) -> None:
+    policies = [item["spec"] for item in defaults if item["kind"] == "NetworkPolicy"]
+    for item in defaults:
+        if item["kind"] != "Deployment":
+            continue
+        labels = item["spec"]["template"]["metadata"]["labels"].items()
+        mine = [spec for spec in policies if spec["podSelector"]["matchLabels"].items() <= labels]
+        assert len(mine) == 1, item["metadata"]["name"]
+        allowed = {port["port"] for rule in mine[0]["ingress"] for port in rule["ports"]}
+        assert allowed == {port["name"] for port in item["spec"]["template"]["spec"]["containers"][0]["ports"]}
+        assert all(rule["from"] for rule in mine[0]["ingress"])
+
+
+def test_workers_take_calls_from_their_own_routers_alone(defaults: Objects) -> None:
+    rules = one(defaults, "NetworkPolicy", "-worker")["spec"]["ingress"]
+    calls = [rule for rule in rules if {"port": "grpc", "protocol": "TCP"} in rule["ports"]]
+    router = one(defaults, "Deployment", "-router")["spec"]["selector"]["matchLabels"]
+    assert [rule["from"] for rule in calls] == [[{"podSelector": {"matchLabels": router}}]]
+
+
+@pytest.mark.parametrize(
+    ("args", "port"),
+    [
+        (["redis.external.url=redis://r:6390/2"], 6390),
+        (["redis.external.url=rediss://r"], 6379),
+        (["redis.external.existingSecret=r", "redis.external.port=6380"], 6380),
+        (["redis.bundled.port=7000"], 7000),
+    ],
+)
+def test_redis_is_let_through_on_its_port(helm: Helm, args: list[str], port: int) -> None:
+    objects = helm.template("--set", ",".join(args))
+    for side in ("-router", "-worker"):
+        egress = one(objects, "NetworkPolicy", side)["spec"]["egress"]
+        assert {"port": port, "protocol": "TCP"} in [p for rule in egress for p in rule["ports"]]
+
+
+def test_no_route_from_outside_leads_to_the_administration(scenarios: dict[str, Objects]) -> None:
+    ingress = one(scenarios["ingress"], "Ingress")
+    open_paths = [path["path"] for rule in ingress["spec"]["rules"] for path in rule["http"]["paths"]]
+    assert not [path for path in open_paths if path in ("/", "/v1") or "drain" in path or "replicas" in path]
+
+
+def test_no_secret_stands_in_arguments_or_plain_environment(scenarios: dict[str, Objects]) -> None:
+    for objects in scenarios.values():
+        secrets = [value for item in objects if item["kind"] == "Secret" for value in item["data"].values()]
+        rest = json.dumps([item for item in objects if item["kind"] != "Secret"])
+        assert not [value for value in secrets if value in rest]
+
+
+# The life of a pod
+
+
+def test_grace_exceeds_what_runs_before_the_end(scenarios: dict[str, Objects]) -> None:
+    for objects in scenarios.values():
+        for component in ("router", "worker"):
+            spec = one(objects, "Deployment", f"-{component}")["spec"]["template"]["spec"]
+            drain = int(flags(objects, component)["--drain-deadline"].removesuffix("s"))
+            hook = container(objects, component).get("lifecycle", {}).get("preStop", {}).get("exec", {}).get("command")
+            assert spec["terminationGracePeriodSeconds"] > drain + (int(hook[1]) if hook else 0)
+
+
+def test_a_worker_is_ready_when_its_health_says_so_and_replaced_before_it_goes(defaults: Objects) -> None:
+    deployment = one(defaults, "Deployment", "-worker")
+    assert deployment["spec"]["strategy"]["rollingUpdate"] == {"maxUnavailable": 0, "maxSurge": 1}
+    worker = container(defaults, "worker")
+    port = int(flags(defaults, "worker")["--port"])
+    assert {worker[probe]["grpc"]["port"] for probe in ("startupProbe", "readinessProbe", "livenessProbe")} == {port}
+    startup = worker["startupProbe"]
+    assert startup["periodSeconds"] * startup["failureThreshold"] >= VALUES["worker"]["startupDeadlineSeconds"]
+    liveness = worker["livenessProbe"]
+    assert liveness["periodSeconds"] * liveness["failureThreshold"] > VALUES["worker"]["drainDeadlineSeconds"]
+
+
+def test_one_gpu_or_none(helm: Helm, defaults: Objects) -> None:
+    assert container(defaults, "worker")["resources"]["limits"]["nvidia.com/gpu"] == 1
+    assert container(defaults, "worker")["image"].endswith("-cuda")
+    cpu = container(helm.template("--set", "worker.gpu.count=0"), "worker")
+    assert "nvidia.com/gpu" not in cpu["resources"]["limits"]
+    assert cpu["image"].endswith("-cpu")
+
+
+def test_who_scales_sets_the_number(scenarios: dict[str, Objects]) -> None:
+    for component in ("router", "worker"):
+        assert "replicas" not in one(scenarios["production"], "Deployment", f"-{component}")["spec"]
+
+
+def test_spread_constraints_select_their_own_pods(scenarios: dict[str, Objects]) -> None:
+    for component in ("router", "worker"):
+        spec = one(scenarios["production"], "Deployment", f"-{component}")["spec"]
+        for constraint in spec["template"]["spec"]["topologySpreadConstraints"]:
+            assert constraint["labelSelector"] == spec["selector"]
+
+
+def test_an_upgrade_of_the_chart_alone_restarts_no_pod(helm: Helm, tmp_path: Path) -> None:
+    newer = tmp_path / "helm"
+    shutil.copytree(CHART, newer)
+    chart = (newer / "Chart.yaml").read_text(encoding="utf-8")
+    (newer / "Chart.yaml").write_text(re.sub(r"(?m)^version: .+$", "version: 99.0.0", chart), encoding="utf-8")
+    made = helm.run("template", "wf", str(newer))
+    new = [item for item in yaml.safe_load_all(made.stdout) if item]
+    for component in ("router", "worker", "valkey"):
+        pods = [one(o, "Deployment", f"-{component}")["spec"]["template"] for o in (helm.template(), new)]
+        assert pods[0] == pods[1]
+
+
+def test_scenarios_are_there() -> None:
+    assert {path.name for path in SCENARIOS} >= {"defaults-values.yaml", "cpu-values.yaml", "production-values.yaml"}
