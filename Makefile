@@ -6,7 +6,7 @@ RUN = $(VENV)/bin/python -m
 BENCH = $(VENV)/bin/python -P bench
 .DEFAULT_GOAL := help
 
-.PHONY: help up test test-slow soak check lint proto lock bench bench-cache bench-engine bench-router clean
+.PHONY: help up test test-slow soak check lint proto lock bench bench-cache bench-engine bench-router bench-rollout clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{ printf "  make %-14s %s\n", $$1, $$2 }'
@@ -69,6 +69,9 @@ bench-engine: $(VENV)/.dev ## TTFT cold and warm, decode, beside transformers
 
 bench-router: $(VENV)/.dev ## placement rules over many loads, in virtual time
 	$(BENCH)/placement_matrix.py $(ARGS)
+
+bench-rollout: $(VENV)/.dev ## a rolling replacement under load, with pre-warm and without (5 minutes; ARGS="--svg FILE" draws it)
+	$(BENCH)/rollout.py $(ARGS)
 
 clean: ## remove the virtual environments and caches
 	rm -rf $(VENV) .venv-proto .venv-helm .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache *.egg-info

@@ -83,6 +83,7 @@ class Fleet:
         """Stop following and close every channel."""
         self._is_stopped = True
         self.mirror.stop()
+        self.hot.stop()
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)

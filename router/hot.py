@@ -1,14 +1,15 @@
 """What this router's requests hit most, kept in Redis for replicas that start: see ``cache.hot``.
 
-Each router writes a key of its own, so several never undo one another's work; readers add them up. These are prompts
-in clear: ``--no-hot`` keeps them out of Redis, ``--hot-max-age`` ends what nobody has hit for so long, and requests
-with a ``cache_salt`` are left out unless ``--hot-salted`` lets them in.
+Each boot of a router writes a key of its own, so several never undo one another's work; readers add them up. These are
+prompts in clear: ``--no-hot`` keeps them out of Redis, ``--hot-max-age`` ends what nobody has hit for so long, and
+requests with a ``cache_salt`` are left out unless ``--hot-salted`` lets them in.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
+import secrets
 import time
 from array import array
 from collections.abc import Callable
@@ -40,7 +41,10 @@ class HotPrefixes:
         self._keys = keys
         self._config = config
         self._metrics = metrics
+        # A boot of its own: after a restart the table is empty, and what was written before it still counts.
+        self._name = f"{config.router_id}.{secrets.token_hex(3)}"
         self._has_written = False
+        self._is_stopped = False
         self._warming: dict[str, str] = {}  # replica -> the generation that was seen to be WARMING
 
     def served(
@@ -66,9 +70,13 @@ class HotPrefixes:
             self._metrics.prewarm_missed.inc(wanted - held)
             log.info("replica is warm replica=%s held_share=%.3f", lease.replica, held / wanted if wanted else 1.0)
 
+    def stop(self) -> None:
+        """Let ``run`` end, should it survive its cancellation."""
+        self._is_stopped = True
+
     async def run(self, tokenizer: Callable[[], str]) -> None:
-        """Write the table every few heartbeats until cancelled. While Redis is away nothing is lost but time."""
-        while self._config.hot:
+        """Write the table every few heartbeats until stopped. While Redis is away nothing is lost but time."""
+        while self._config.hot and not self._is_stopped:
             await asyncio.sleep(_HEARTBEATS_PER_WRITE * self._config.heartbeat_s)
             try:
                 await self._write(tokenizer())
@@ -85,8 +93,8 @@ class HotPrefixes:
         now_ms = seconds * 1000 + microseconds // 1000
         data = await asyncio.to_thread(_encoded, prefixes, MAX_TOKENS // max(1, num_routers), now_ms, tokenizer)
         pipe = self._client.pipeline(transaction=True)
-        pipe.set(self._keys.hot_of(self._config.router_id), data, px=max_age_ms)
-        pipe.zadd(self._keys.hot, {self._config.router_id: now_ms})
+        pipe.set(self._keys.hot_of(self._name), data, px=max_age_ms)
+        pipe.zadd(self._keys.hot, {self._name: now_ms})
         pipe.zremrangebyscore(self._keys.hot, "-inf", now_ms - max_age_ms)
         pipe.pexpire(self._keys.hot, max_age_ms)
         await pipe.execute()

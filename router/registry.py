@@ -36,7 +36,7 @@ class FleetKeys:
         self.hot = f"{self._prefix}hot"
 
     def hot_of(self, router: str) -> str:
-        """The hottest prefixes that this router has served."""
+        """The hottest prefixes that one boot of a router has served."""
         return f"{self.hot}:{router}"
 
     def replica(self, replica: str) -> str:
