@@ -1,0 +1,118 @@
+"""Alerts, dashboard and scaling ask for what routers and workers really export, in PromQL that parses."""
+
+from __future__ import annotations
+
+import json
+import re
+from typing import Any
+
+import promql_parser
+import pytest
+
+from router.metrics import RouterMetrics
+from tests.helm.tools import Helm, Objects, one
+from worker.engine import EngineSnapshot
+from worker.metrics import WorkerMetrics
+
+
+def exported() -> dict[str, set[str]]:
+    """Names of the series on /metrics, with the labels of their family."""
+    found: dict[str, set[str]] = {}
+    for registry in (RouterMetrics().registry, WorkerMetrics(view=EngineSnapshot, now=0.0).registry):
+        for collector in set(registry._collector_to_names):
+            for family in collector.collect():
+                labels = set(getattr(collector, "_labelnames", ())) | {k for s in family.samples for k in s.labels}
+                ends = {
+                    "counter": ["_total"],
+                    "histogram": ["_bucket", "_sum", "_count"],
+                    "summary": ["_sum", "_count"],
+                }
+                for end in ends.get(family.type, [""]):
+                    found[family.name + end] = labels | {"le"} if end == "_bucket" else labels
+    return found
+
+
+def alerts(objects: Objects) -> list[dict[str, Any]]:
+    return [rule for group in one(objects, "PrometheusRule")["spec"]["groups"] for rule in group["rules"]]
+
+
+@pytest.fixture(scope="session")
+def queries(scenarios: dict[str, Objects]) -> dict[str, str]:
+    """Every expression of the production scenario, by where it stands."""
+    objects = scenarios["production"]
+    found = {rule["alert"]: rule["expr"] for rule in alerts(objects)}
+    (text,) = one(objects, "ConfigMap", "-dashboard")["data"].values()
+    for panel in json.loads(text)["panels"]:
+        for target in panel["targets"]:
+            found[f"{panel['title']} {target['refId']}"] = target["expr"]
+    found["keda"] = one(objects, "ScaledObject")["spec"]["triggers"][0]["metadata"]["query"]
+    return found
+
+
+def test_every_query_parses(queries: dict[str, str]) -> None:
+    for where, query in queries.items():
+        try:
+            promql_parser.parse(query.replace("$__rate_interval", "1m").replace("$namespace", "ns"))
+        except ValueError as error:
+            raise AssertionError(f"{where}: {error}: {query}") from error
+
+
+def test_every_series_is_one_that_the_program_exports(queries: dict[str, str]) -> None:
+    known = exported()
+    for where, query in queries.items():
+        names = re.findall(r"\bwarmfront_(?:router|worker)_\w+", query)
+        assert names, where
+        assert set(names) <= set(known), where
+        for name, matchers in re.findall(r"\b(warmfront_\w+)\{([^}]*)\}", query):
+            labels = set(re.findall(r"(\w+)\s*(?:=|!)", matchers)) - {"namespace", "pod"}
+            assert labels <= known[name], where
+        grouped = {label for group in re.findall(r"\bby \(([^)]*)\)", query) for label in group.split(", ")}
+        assert grouped - {"pod"} <= set().union(*(known[name] for name in names)), where
+
+
+def test_every_query_is_of_this_namespace_and_release(queries: dict[str, str], scenarios: dict[str, Objects]) -> None:
+    for rule in alerts(scenarios["production"]):
+        for matchers in re.findall(r"\{([^}]*)\}", rule["expr"]):
+            assert re.search(r'namespace="default", pod=~"wf-warmfront-(router|worker)-\.\+"', matchers), rule["alert"]
+    assert 'pod=~"wf-warmfront-router-.+"' in queries["keda"]
+
+
+def test_the_hit_rate_leaves_out_the_first_minute_of_a_pod(scenarios: dict[str, Objects]) -> None:
+    (low,) = [rule for rule in alerts(scenarios["production"]) if rule["alert"] == "WarmfrontHitRateLow"]
+    windows = set(re.findall(r"\[(\d+)m\]", low["expr"]))
+    offsets = set(re.findall(r"offset (\d+)m", low["expr"]))
+    assert (windows, offsets) == ({"10"}, {"11"})
+
+
+def test_alerts_say_what_it_is_and_carry_the_labels_asked_for(helm: Helm) -> None:
+    objects = helm.template("--set", "metrics.prometheusRule.enabled=true,metrics.prometheusRule.alertLabels.team=llm")
+    for rule in alerts(objects):
+        assert rule["annotations"]["summary"]
+        assert rule["annotations"]["description"]
+        assert rule["labels"]["team"] == "llm"
+        assert rule["labels"]["severity"] in ("warning", "critical")
+
+
+def test_thresholds_come_from_values(helm: Helm) -> None:
+    objects = helm.template("--set", "metrics.prometheusRule.enabled=true,metrics.prometheusRule.lowHitRate=0.55")
+    assert [rule for rule in alerts(objects) if rule["expr"].endswith("< 0.55")]
+
+
+def test_monitors_scrape_ports_that_exist(scenarios: dict[str, Objects]) -> None:
+    objects = scenarios["production"]
+    service = one(objects, "Service", "-headless")
+    monitor = one(objects, "ServiceMonitor")["spec"]
+    assert monitor["selector"]["matchLabels"].items() <= service["metadata"]["labels"].items()
+    assert {end["port"] for end in monitor["endpoints"]} <= {port["name"] for port in service["spec"]["ports"]}
+    pods = one(objects, "Deployment", "-worker")["spec"]["template"]
+    monitor = one(objects, "PodMonitor")["spec"]
+    assert monitor["selector"]["matchLabels"].items() <= pods["metadata"]["labels"].items()
+    names = {port["name"] for port in pods["spec"]["containers"][0]["ports"]}
+    assert {end["port"] for end in monitor["podMetricsEndpoints"]} <= names
+
+
+def test_only_one_service_is_scraped(scenarios: dict[str, Objects]) -> None:
+    services = [item for item in scenarios["production"] if item["kind"] == "Service"]
+    assert [item["metadata"]["name"] for item in services if "warmfront/metrics" in item["metadata"]["labels"]] == [
+        "wf-warmfront-router-headless"
+    ]

@@ -1,0 +1,129 @@
+"""The chart's own containers as local processes: what it renders is what the program takes, and it serves."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import grpc
+import httpx
+import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from tests.helm.kubelet import Kubelet
+from tests.helm.tools import Helm, Objects, one
+from tests.integration.cluster import free_port, wait_until
+
+GUARD_S = 120.0
+PORTS = ("router.ports.http", "router.ports.grpc", "router.ports.metrics", "worker.ports.grpc", "worker.ports.metrics")
+
+
+def pod(objects: Objects, component: str) -> dict[str, Any]:
+    spec: dict[str, Any] = one(objects, "Deployment", f"-{component}")["spec"]["template"]["spec"]
+    return spec
+
+
+def port(spec: dict[str, Any], name: str) -> int:
+    return next(item["containerPort"] for item in spec["containers"][0]["ports"] if item["name"] == name)
+
+
+def probe(spec: dict[str, Any], kind: str) -> bool:
+    """Whether the first container passes this probe now."""
+    asked = spec["containers"][0][kind]
+    try:
+        if "grpc" in asked:
+            with grpc.insecure_channel(f"127.0.0.1:{asked['grpc']['port']}") as channel:
+                said = health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest(), timeout=10)
+                return bool(said.status == health_pb2.HealthCheckResponse.SERVING)
+        url = f"http://127.0.0.1:{port(spec, asked['httpGet']['port'])}{asked['httpGet']['path']}"
+        return httpx.get(url, timeout=10).status_code == 200
+    except (grpc.RpcError, httpx.HTTPError):
+        return False
+
+
+@pytest.fixture(scope="module")
+def release(helm: Helm) -> Objects:
+    """Everything as by default, but for a simulated engine, loopback, ports of this machine, and a secret hash seed."""
+    own = [f"{name}={free_port()}" for name in (*PORTS, "redis.bundled.port")]
+    flags = ["worker.flags.engine=simulated", "worker.flags.kv-blocks=512", "worker.flags.prewarm-deadline=5s"]
+    values = ["listenAddress=127.0.0.1", "cache.hashAlgorithm=xxhash_cbor", "worker.gpu.count=0"]
+    return helm.template("--set", ",".join([*own, *flags, *values]))
+
+
+@pytest.fixture(scope="module")
+def kubelet(release: Objects, tmp_path_factory: pytest.TempPathFactory) -> Kubelet:
+    return Kubelet(release, tmp_path_factory.mktemp("kubelet"))
+
+
+Running = dict[str, subprocess.Popen[bytes]]
+
+
+@pytest.fixture(scope="module")
+def running(release: Objects, kubelet: Kubelet) -> Iterator[Running]:
+    """Valkey, one worker and one router, all of them ready by their own probes."""
+    valkey, worker, router = (pod(release, name) for name in ("valkey", "worker", "router"))
+    with (
+        kubelet.run("valkey-0", valkey, "--bind", "127.0.0.1"),
+        kubelet.run("worker-0", worker) as worker_process,
+        kubelet.run("router-0", router) as router_process,
+    ):
+        processes = {"worker": worker_process, "router": router_process}
+        for name, spec in (("worker", worker), ("router", router)):
+
+            def is_ready(name: str = name, spec: dict[str, Any] = spec) -> bool:
+                log = kubelet.log(f"{name}-0")
+                assert processes[name].poll() is None, f"{name} ended:\n{log.read_text()}"
+                return all(probe(spec, kind) for kind in ("startupProbe", "readinessProbe", "livenessProbe"))
+
+            wait_until(is_ready, guard_s=GUARD_S, what=f"{name} is ready; {kubelet.log(f'{name}-0')}")
+        yield processes
+
+
+def test_a_request_is_answered_and_its_repetition_comes_from_the_cache(release: Objects, running: Running) -> None:
+    url = f"http://127.0.0.1:{port(pod(release, 'router'), 'http')}/v1"
+    model = httpx.get(f"{url}/models").raise_for_status().json()["data"][0]["id"]
+    body = {"model": model, "prompt": "Once upon a time " * 20, "max_tokens": 4}
+    cached = []
+    for _ in range(2):
+        answer = httpx.post(f"{url}/completions", json=body, timeout=60).raise_for_status().json()
+        cached.append(answer["usage"]["prompt_tokens_details"]["cached_tokens"])
+    assert cached[0] == 0 < cached[1]
+
+
+def test_the_replica_has_the_pod_s_name_and_address(release: Objects, running: Running) -> None:
+    url = f"http://127.0.0.1:{port(pod(release, 'router'), 'http')}/v1/replicas"
+    said = httpx.get(url).raise_for_status().json()
+    (replica,) = said["replicas"]
+    assert (
+        said["fleet"]
+        == one(release, "Deployment", "-router")["spec"]["template"]["metadata"]["annotations"]["warmfront/fleet"]
+    )
+    assert (replica["id"], replica["state"]) == ("worker-0", "READY")
+    assert replica["address"] == f"127.0.0.1:{port(pod(release, 'worker'), 'grpc')}"
+
+
+def test_metrics_are_where_the_monitors_look(release: Objects, running: Running) -> None:
+    for component in ("router", "worker"):
+        text = httpx.get(f"http://127.0.0.1:{port(pod(release, component), 'metrics')}/metrics").raise_for_status().text
+        assert f"warmfront_{component}_" in text
+
+
+def test_helm_test_passes(release: Objects, running: Running, kubelet: Kubelet) -> None:
+    process = kubelet.start("test", one(release, "Pod", "-test")["spec"])
+    assert process.wait(timeout=GUARD_S) == 0, kubelet.log("test").read_text()
+    assert "worker-0" in kubelet.log("test").read_text()
+
+
+def test_sigterm_ends_both_in_good_order_worker_first(running: Running, kubelet: Kubelet) -> None:
+    for name in ("worker", "router"):
+        running[name].send_signal(signal.SIGTERM)
+        assert running[name].wait(timeout=GUARD_S) == 0, kubelet.log(f"{name}-0").read_text()
+
+
+def test_a_wrong_argument_would_be_noticed(release: Objects, tmp_path: Path) -> None:
+    kubelet = Kubelet(release, tmp_path)
+    process = kubelet.start("bad", pod(release, "router"), "--no-such-flag")
+    assert process.wait(timeout=GUARD_S) == 2
