@@ -9,6 +9,7 @@ import sys
 import threading
 import time
 import uuid
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -123,29 +124,51 @@ def test_without_a_prefix_cache_nothing_hits_the_text_is_equal_and_load_still_sp
         assert all(replica["kv_blocks_cached"] == 0 for replica in one.replicas().values())
 
 
+SIMULATED = ("--engine", "simulated", "--model", "bytes", "--kv-blocks", "200", "--max-model-len", "2048")
+FLEET = ("--without-ray", "--replicas", "1", "--fleet", "simulated")
+
+
+@pytest.fixture(scope="module")
+def simulated_fleet(tmp_path_factory: pytest.TempPathFactory, redis_url: str) -> Iterator[LocalCluster]:
+    """A fleet of its own on the same Redis, of engines without a model: what is tested is who may join."""
+    folder = tmp_path_factory.mktemp("simulated")
+    with cluster(
+        folder, "--without-ray", "--replicas", "1", "--fleet", "simulated", "--redis", redis_url, *SIMULATED
+    ) as one:
+        yield one
+
+
 @pytest.mark.parametrize(
-    ("change", "named"),
+    ("args", "env", "named"),
     [
-        (("--block-size", "32"), "block_size"),
-        (("--prefix-caching-hash-algo", "sha256"), "hash_algorithm"),
-        (("--dtype", "bfloat16"), "dtype"),
-        (("--served-model-name", "another"), "served_model_name"),
+        ((*SIMULATED, "--block-size", "32"), {}, "block_size"),
+        ((*SIMULATED, "--prefix-caching-hash-algo", "sha256"), {}, "hash_algorithm"),
+        (SIMULATED, {"WARMFRONT_HASH_SEED": "another secret"}, "hash_scheme"),
+        ((*SIMULATED, "--served-model-name", "another"), {}, "served_model_name"),
+        ((*SIMULATED, "--max-model-len", "1024"), {}, "max_model_len"),
+        (("--kv-blocks", "200", "--max-model-len", "2048"), {}, "model"),
     ],
+    ids=["block size", "algorithm", "seed", "name", "longest context", "model"],
 )
 def test_a_worker_that_differs_is_refused_by_the_name_of_what_differs(
-    two_replicas: LocalCluster, redis_url: str, change: tuple[str, ...], named: str
+    simulated_fleet: LocalCluster, redis_url: str, args: tuple[str, ...], env: dict[str, str], named: str
 ) -> None:
+    command = [sys.executable, "-m", "warmfront", "worker", "--fleet", "simulated", "--replica-id", "stranger", *args]
     refused = subprocess.run(
-        [sys.executable, "-m", "warmfront", "worker", *SMALL, "--no-token-reuse", "--replica-id", "stranger", *change],
-        env={**os.environ, "PYTHONPATH": f"{ROOT}:{ROOT / 'proto'}", "WARMFRONT_REDIS": redis_url},
+        command,
+        env={**os.environ, "PYTHONPATH": f"{ROOT}:{ROOT / 'proto'}", "WARMFRONT_REDIS": redis_url, **env},
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=240,
         check=False,
     )
-    assert refused.returncode == 2
-    assert named in refused.stderr
-    wait_until(lambda: "stranger" not in two_replicas.replicas(), guard_s=60, what="the stranger's lease is gone")
+    assert refused.returncode == 2, refused.stderr
+    reason = refused.stderr.strip().splitlines()[-1]
+    assert f"{named} " in reason or f"{named}:" in reason, reason
+    if env:
+        assert "another secret" not in refused.stderr
+    wait_until(lambda: "stranger" not in simulated_fleet.replicas(), guard_s=60, what="the stranger's lease is gone")
+    assert [replica["state"] for replica in simulated_fleet.replicas().values()] == ["READY"]
 
 
 BAD = [
