@@ -221,7 +221,9 @@ class _Cluster:
             value = self._params.get(flag.param)
             if value is not None:
                 plain = format_duration(value) if isinstance(value, float) and flag.type.name == "duration" else value
-                flags[flag.param] = str(plain.absolute()) if isinstance(plain, Path) else plain
+                if isinstance(plain, Path):  # one that is not there stays as it was typed; `bytes` is a word
+                    plain = str(plain.absolute() if plain.exists() else plain)
+                flags[flag.param] = plain
         return {**flags, **shared}
 
     def _router_flags(self, number: int, shared: dict[str, str]) -> dict[str, Any]:
