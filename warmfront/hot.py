@@ -28,6 +28,8 @@ from cache.hot import HotPrefix, by_value, merged, saved_tokens
 from warmfront.console import Progress, stdout
 from warmfront.errors import DeadlinePassed, Failure, WrongUse
 from warmfront.options import ENV_PREFIX, Duration, mask_url, read_secret
+from warmfront.run_dir import all_run_dirs
+from warmfront.store import embedded_url
 from worker.prewarm import PRIORITY, RedisSource, fill, make_plan
 from worker.prewarm import Progress as Filled
 
@@ -37,7 +39,9 @@ _ANY_AGE_S = 24 * 3600.0  # Redis forgets them before
 _REFUSALS = (grpc.StatusCode.INVALID_ARGUMENT, grpc.StatusCode.UNIMPLEMENTED, grpc.StatusCode.INTERNAL)
 
 _redis_option = click.option(
-    "--redis", envvar=ENV_PREFIX + "REDIS", help="redis:// or rediss:// URL of the fleet. Needed to read from it."
+    "--redis",
+    envvar=ENV_PREFIX + "REDIS",
+    help="redis:// or rediss:// URL of the fleet. Default: that of `up` on this machine.",
 )
 _fleet_option = click.option("--fleet", default="default", show_default=True, envvar=ENV_PREFIX + "FLEET")
 
@@ -49,7 +53,7 @@ _fleet_option = click.option("--fleet", default="default", show_default=True, en
 @click.option("--json", "as_json", is_flag=True, help="All of them, one JSON object per line, with their token ids.")
 def hot(*, redis: str | None, fleet: str, limit: int, as_json: bool) -> None:
     """List the prefixes that a fleet hits most, in order of value per block. They are prompts, in clear."""
-    sets, now_ms = asyncio.run(_ask(redis, fleet, lambda source: source.sets()))
+    sets, now_ms = asyncio.run(_ask(redis or _redis_of(fleet), fleet, lambda source: source.sets()))
     found = merged(sets, now_ms, _ANY_AGE_S)
     ranked = by_value(found, 1 << 40)
     if as_json:
@@ -108,8 +112,7 @@ def prewarm(
     deadline.
     """
     found = None if source == "redis" else read_file(Path(source))
-    if found is None and not redis:
-        raise WrongUse("--redis is missing: give the URL of the fleet's Redis, or a file with --from")
+    url = (redis or _redis_of(fleet)) if found is None else ""
     token = read_secret(worker_token_file) if worker_token_file else ""
     filled = Filled()
 
@@ -118,7 +121,7 @@ def prewarm(
             worker = Target(channel, target, token)
             lease, model = await worker.describe()
             tokenizer = model.contract.tokenizer
-            prefixes = found if found is not None else await _ask(redis, fleet, lambda source: source.read(tokenizer))
+            prefixes = found if found is not None else await _ask(url, fleet, lambda source: source.read(tokenizer))
             plan, filled.wanted = make_plan(
                 prefixes,
                 num_blocks=lease.cache.kv_blocks,
@@ -214,10 +217,18 @@ def read_file(path: Path) -> list[HotPrefix]:
     return list(prefixes.values())
 
 
-async def _ask(url: str | None, fleet: str, question: Callable[[RedisSource], Awaitable[_T]]) -> _T:
+def _redis_of(fleet: str) -> str:
+    """The Valkey that `up` has embedded for this fleet, on this machine. Raises ``WrongUse`` when there is none."""
+    for run_dir in all_run_dirs():
+        if run_dir.owner() and run_dir.cluster.get("fleet") == fleet and (url := embedded_url(run_dir.path)):
+            return url
+    raise WrongUse(
+        f"--redis is missing: give the URL of fleet {fleet!r}, since no `up` of this machine embeds one for it"
+    )
+
+
+async def _ask(url: str, fleet: str, question: Callable[[RedisSource], Awaitable[_T]]) -> _T:
     """What the fleet's Redis answers. Raises ``WrongUse`` when it cannot be asked."""
-    if not url:
-        raise WrongUse("--redis is missing: give the URL of the fleet's Redis")
     try:
         source = RedisSource(url, fleet)
     except ValueError as error:

@@ -117,6 +117,16 @@ class EmbeddedValkey:
         return False
 
 
+def embedded_url(run_dir: Path) -> str | None:
+    """The URL, with its password, of the Valkey that a cluster of this user has embedded; None where it has none."""
+    try:
+        text = (run_dir / "valkey" / "valkey.conf").read_text(encoding="utf-8")
+    except OSError:
+        return None
+    settings = dict(line.split(" ", 1) for line in text.splitlines())
+    return f"redis://:{settings['requirepass']}@{settings['bind']}:{settings['port']}/0"
+
+
 def check_redis(url: str) -> None:
     """Raises ``WrongUse`` with one line when nothing usable answers at ``url``."""
     if url.startswith(("redis+sentinel:", "redis+cluster:")):

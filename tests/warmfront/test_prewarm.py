@@ -19,7 +19,8 @@ from warmfront_pb.v1 import inference_pb2, worker_pb2, worker_pb2_grpc
 
 from cache.hot import HotPrefix, by_value, encode_hot
 from tests.warmfront.conftest import Cli
-from warmfront.store import free_port
+from warmfront.run_dir import RunDir
+from warmfront.store import EmbeddedValkey, free_port
 from worker.config import WorkerConfig
 from worker.main import Worker
 from worker.simulated import BYTES
@@ -175,5 +176,19 @@ def test_a_wrong_token_or_a_missing_redis_is_wrong_use(cli: Cli, running: Runnin
     file.write_text(json.dumps({"token_ids": SYSTEM}))
     refused = cli("prewarm", "--target", running.address, "--from", str(file))
     assert (refused.exit_code, "UNAUTHENTICATED" in refused.err) == (2, True)
-    missing = cli("prewarm", "--target", running.address)
-    assert (missing.exit_code, "--redis is missing" in missing.err) == (2, True)
+    for command in (("prewarm", "--target", running.address), ("hot",)):
+        missing = cli(*command)
+        assert (missing.exit_code, "--redis is missing" in missing.err) == (2, True)
+
+
+def test_the_valkey_of_an_up_on_this_machine_is_found(cli: Cli) -> None:
+    run_dir = RunDir.create()
+    run_dir.cluster = {"fleet": "mine"}
+    run_dir.save()
+    valkey = EmbeddedValkey(run_dir.path, {})
+    try:
+        assert "fleet 'mine' has no hot prefixes" in cli("hot", "--fleet", "mine").out
+        assert cli("hot", "--fleet", "another").exit_code == 2
+    finally:
+        valkey.stop()
+        run_dir.remove()
