@@ -22,15 +22,19 @@ app.kubernetes.io/instance: {{ .root.Release.Name }}
 app.kubernetes.io/component: {{ .component }}
 {{- end -}}
 
+{{/* Labels of an object. The chart's own win over those of the user. Takes {root, component, labels}. */}}
 {{- define "warmfront.labels" -}}
-{{ include "warmfront.selector" . }}
-app.kubernetes.io/version: {{ .root.Chart.AppVersion | quote }}
-app.kubernetes.io/managed-by: {{ .root.Release.Service }}
-app.kubernetes.io/part-of: warmfront
-helm.sh/chart: {{ printf "%s-%s" .root.Chart.Name .root.Chart.Version }}
-{{- with .root.Values.commonLabels }}
-{{ toYaml . }}
-{{- end }}
+{{- $own := include "warmfront.selector" . | fromYaml -}}
+{{- $_ := set $own "app.kubernetes.io/version" .root.Chart.AppVersion -}}
+{{- $_ := set $own "app.kubernetes.io/managed-by" .root.Release.Service -}}
+{{- $_ := set $own "app.kubernetes.io/part-of" "warmfront" -}}
+{{- $_ := set $own "helm.sh/chart" (printf "%s-%s" .root.Chart.Name .root.Chart.Version) -}}
+{{- toYaml (merge $own (.labels | default dict) .root.Values.commonLabels) -}}
+{{- end -}}
+
+{{/* Labels of a pod. None names a version: an upgrade of the chart that changes nothing of a pod restarts none. */}}
+{{- define "warmfront.podLabels" -}}
+{{- toYaml (merge (include "warmfront.selector" . | fromYaml) ((.config).podLabels | default dict) .root.Values.commonLabels) -}}
 {{- end -}}
 
 {{/* name, namespace, labels and annotations of an object. Takes {root, component, name, labels, annotations}. */}}
@@ -39,9 +43,6 @@ name: {{ .name }}
 namespace: {{ .root.Release.Namespace }}
 labels:
   {{- include "warmfront.labels" . | nindent 2 }}
-  {{- with .labels }}
-  {{- toYaml . | nindent 2 }}
-  {{- end }}
 {{- with merge (dict) (.annotations | default dict) .root.Values.commonAnnotations }}
 annotations:
   {{- toYaml . | nindent 2 }}
@@ -251,13 +252,9 @@ initContainers:
 {{- end }}
 {{- end -}}
 
-{{/* No label names a version: an upgrade of the chart that changes nothing of a pod restarts none. */}}
 {{- define "warmfront.podMetadata" -}}
 labels:
-  {{- include "warmfront.selector" . | nindent 2 }}
-  {{- with merge (dict) .config.podLabels .root.Values.commonLabels }}
-  {{- toYaml . | nindent 2 }}
-  {{- end }}
+  {{- include "warmfront.podLabels" . | nindent 2 }}
 annotations:
   kubectl.kubernetes.io/default-container: {{ .component }}
   warmfront/fleet: {{ include "warmfront.fleet" .root | quote }}

@@ -249,6 +249,24 @@ def test_every_pod_runs_as_nobody_without_privilege(scenarios: dict[str, Objects
             assert context["capabilities"] == {"drop": ["ALL"]}, name
 
 
+def test_no_service_s_address_becomes_a_setting(scenarios: dict[str, Objects]) -> None:
+    """A Service called warmfront would put WARMFRONT_PORT=tcp://... into every pod of its namespace."""
+    for objects in scenarios.values():
+        for name, spec in pod_specs(objects):
+            assert spec["enableServiceLinks"] is False, name
+
+
+def test_labels_of_the_user_never_touch_selectors(helm: Helm) -> None:
+    key = r"app\.kubernetes\.io/component=mine"
+    objects = helm.template("--set", f"commonLabels.{key},worker.podLabels.{key},worker.podLabels.pool=h100")
+    for item in objects:
+        if item["kind"] == "Deployment":
+            labels = item["spec"]["template"]["metadata"]["labels"]
+            assert item["spec"]["selector"]["matchLabels"].items() <= labels.items()
+            assert "mine" not in labels.values()
+    assert one(objects, "Deployment", "-worker")["spec"]["template"]["metadata"]["labels"]["pool"] == "h100"
+
+
 def test_the_chart_asks_for_no_role(scenarios: dict[str, Objects]) -> None:
     kinds = {item["kind"] for objects in scenarios.values() for item in objects}
     assert not [kind for kind in kinds if "Role" in kind]
