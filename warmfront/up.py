@@ -13,10 +13,12 @@ import socket
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Protocol
 
 import click
+from click.core import ParameterSource
 from rich.console import Console
 from rich.text import Text
 
@@ -67,12 +69,20 @@ def up(**params: Any) -> None:
     Ctrl-C or SIGTERM lets running requests end and leaves nothing behind; a second one hurries.
     """
     settings = fill(UpConfig, params)
+    if click.get_current_context().get_parameter_source("replicas") is ParameterSource.DEFAULT:
+        settings = on_as_many_gpus(settings, params)
     check_settings(settings, params)
     run_dir = RunDir.create()
     try:
         asyncio.run(_Cluster(settings, params, run_dir).run())
     finally:
         run_dir.remove()
+
+
+def on_as_many_gpus(settings: UpConfig, params: dict[str, Any]) -> UpConfig:
+    """No more replicas than GPUs, where nobody has said how many: each takes a whole one."""
+    gpus = gpus_of(params["device"]) if params["engine"] == "model" else 0
+    return replace(settings, replicas=min(settings.replicas, gpus)) if gpus else settings
 
 
 def check_settings(settings: UpConfig, params: dict[str, Any]) -> None:

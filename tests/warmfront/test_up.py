@@ -6,9 +6,11 @@ from pathlib import Path
 import pytest
 
 from tests.warmfront.conftest import Cli
+from warmfront.options import UpConfig
 from warmfront.processes import LONGEST_BACKOFF_S, backoff_s
 from warmfront.run_dir import RUN_DIR_ENV, RunDir, all_run_dirs
 from warmfront.store import EmbeddedValkey, check_redis, free_port
+from warmfront.up import on_as_many_gpus
 
 PORTS = ("--http-port", "0", "--grpc-port", "0")
 
@@ -95,3 +97,14 @@ def test_the_embedded_valkey_is_private_and_ends_with_its_cluster(temp_root: Pat
 def test_restarts_wait_longer_each_time() -> None:
     assert [backoff_s(failures) for failures in (1, 2, 3, 4)] == [0.5, 1, 2, 4]
     assert backoff_s(50) == LONGEST_BACKOFF_S
+
+
+@pytest.mark.parametrize(
+    ("visible", "device", "engine", "expected"),
+    [("0", "auto", "model", 1), ("0,1,2", "auto", "model", 2), ("0", "cpu", "model", 2), ("0", "auto", "simulated", 2)],
+)
+def test_where_nobody_says_how_many_there_are_no_more_replicas_than_gpus(
+    monkeypatch: pytest.MonkeyPatch, visible: str, device: str, engine: str, expected: int
+) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    assert on_as_many_gpus(UpConfig(), {"device": device, "engine": engine}).replicas == expected
