@@ -290,3 +290,9 @@ annotations:
 {{ toYaml . }}
 {{- end }}
 {{- end -}}
+
+{{/* Seconds of a duration such as 200ms, 60s, 5m or 1h. */}}
+{{- define "warmfront.seconds" -}}
+{{- $units := dict "ms" 0.001 "s" 1.0 "m" 60.0 "h" 3600.0 -}}
+{{- mulf (regexFind "^[0-9.]+" .) (get $units (regexFind "[a-z]+$" .)) -}}
+{{- end -}}

@@ -22,15 +22,17 @@ POD_IP = "127.0.0.1"
 class Kubelet:
     """One machine on which every pod has the address 127.0.0.1 and service names stand for it."""
 
-    def __init__(self, objects: Objects, folder: Path) -> None:
-        self._objects = objects
+    def __init__(
+        self, objects: Objects, folder: Path, secrets: Mapping[str, Mapping[str, bytes]] | None = None
+    ) -> None:
+        """``secrets`` are those that exist beside the release."""
         self._folder = folder
         self._services = {item["metadata"]["name"] for item in objects if item["kind"] == "Service"}
-        self._secrets = {
+        self._secrets: dict[str, Mapping[str, bytes]] = {
             item["metadata"]["name"]: {key: base64.b64decode(value) for key, value in item["data"].items()}
             for item in objects
             if item["kind"] == "Secret"
-        }
+        } | dict(secrets or {})
 
     @contextlib.contextmanager
     def run(self, pod: str, spec: Mapping[str, Any], *more: str) -> Iterator[subprocess.Popen[bytes]]:
@@ -45,17 +47,23 @@ class Kubelet:
 
     def start(self, pod: str, spec: Mapping[str, Any], *more: str) -> subprocess.Popen[bytes]:
         """As ``run``, for a caller who waits for its end. The log is ``log(pod)``."""
-        container = spec["containers"][0]
-        folders = self._mount(pod, spec, container)
-        env = {**self._environment(pod, container), "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
+        words, env = self.command(pod, spec)
+        env |= {"PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
         env |= {"PYTHONPATH": f"{ROOT}:{ROOT / 'proto'}", "HOME": str(self._folder)}
-        words = [self._local(_expand(word, env), folders) for word in container.get("command", []) + container["args"]]
         if words[0] == "valkey-server":
             words[0] = str(get_binary_path())
         with self.log(pod).open("wb") as log:
             return subprocess.Popen(
                 [*words, *more], stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT, env=env, cwd=ROOT
             )
+
+    def command(self, pod: str, spec: Mapping[str, Any]) -> tuple[list[str], dict[str, str]]:
+        """What the first container runs, and the environment that the pod gives it; its volumes are made."""
+        container = spec["containers"][0]
+        folders = self._mount(pod, spec, container)
+        env = self._environment(pod, container)
+        words = container.get("command", []) + container["args"]
+        return [self._local(_expand(word, env), folders) for word in words], env
 
     def log(self, pod: str) -> Path:
         return self._folder / f"{pod}.log"
@@ -81,7 +89,7 @@ class Kubelet:
             folder.mkdir(parents=True)
             folders[mount["mountPath"]] = str(folder)
             for source in volumes[mount["name"]].get("projected", {}).get("sources", []):
-                for item in source["secret"]["items"]:
+                for item in source["secret"]["items"]:  # the pod would not start without them
                     (folder / item["path"]).write_bytes(self._secrets[source["secret"]["name"]][item["key"]])
         return folders
 

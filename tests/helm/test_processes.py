@@ -13,9 +13,13 @@ import httpx
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
+from router.config import RouterConfig
 from tests.helm.kubelet import Kubelet
 from tests.helm.tools import Helm, Objects, one
 from tests.integration.cluster import free_port, wait_until
+from warmfront import parts
+from warmfront.options import fill
+from worker.config import WorkerConfig
 
 GUARD_S = 120.0
 PORTS = ("router.ports.http", "router.ports.grpc", "router.ports.metrics", "worker.ports.grpc", "worker.ports.metrics")
@@ -56,6 +60,32 @@ def release(helm: Helm) -> Objects:
 @pytest.fixture(scope="module")
 def kubelet(release: Objects, tmp_path_factory: pytest.TempPathFactory) -> Kubelet:
     return Kubelet(release, tmp_path_factory.mktemp("kubelet"))
+
+
+EXISTING = {
+    "warmfront-secrets": {"worker-token": b"a token of 16 b.", "hash-seed": b"a seed"},
+    "warmfront-redis": {"url": b"rediss://user:password@redis.data.svc:6380/0"},
+}
+
+
+@pytest.mark.parametrize("component", ["router", "worker"])
+def test_the_program_takes_what_every_scenario_gives_it(
+    scenarios: dict[str, Objects], component: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, objects in scenarios.items():
+        kubelet = Kubelet(objects, tmp_path / name, EXISTING)
+        words, env = kubelet.command(f"{component}-0", pod(objects, component))
+        with monkeypatch.context() as patch:
+            for variable, value in env.items():
+                patch.setenv(variable, value)
+            command = {"router": parts.router, "worker": parts.worker}[component]
+            params = command.make_context(component, words[2:]).params
+            config: RouterConfig | WorkerConfig = fill(
+                {"router": RouterConfig, "worker": WorkerConfig}[component], params
+            )
+        assert words[:2] == ["warmfront", component]
+        assert config.worker_token
+        assert config.redis_url.startswith(("redis://", "rediss://"))
 
 
 Running = dict[str, subprocess.Popen[bytes]]
