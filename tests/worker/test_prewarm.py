@@ -133,6 +133,19 @@ async def test_the_only_replica_of_a_fleet_does_not_keep_users_waiting(
     assert "pressed: no other replica is ready" in caplog.text
 
 
+async def test_a_fleet_in_need_gets_its_worker_cold(first: WorkerConfig, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO")
+    config = second_of(first)
+    await write_hot(config, [HotPrefix(packed(range(100, 100 + 400)), 1.0)])
+    busy = lease(common_pb2.READY, waiting_tokens=10_000)
+    async with aioredis.from_url(first.redis_url) as client:
+        await client.set(f"wf:{{{first.fleet}}}:replica:{busy.replica}", busy.SerializeToString())
+        await client.zadd(f"wf:{{{first.fleet}}}:replicas", {busy.replica: 2**53})
+    async with serve(config, step_s=0.2):
+        pass
+    assert "pressed: 50.0 s of prefill wait on each replica" in caplog.text
+
+
 @asynccontextmanager
 async def hanging_proxy(url: str) -> AsyncIterator[str]:
     """Redis, but each connection that asks for anything hot hears nothing more."""
