@@ -24,6 +24,7 @@ from torch import Tensor
 
 from worker.attention import Span, make_backend
 from worker.batch import SamplingParams, SequenceSlice, StepBatch
+from worker.kv_store import KVStore, Pages, kv_format
 from worker.loading import LoadedModel
 from worker.model_runner import ModelRunner
 from worker.models.config import ModelConfig, RopeConfig
@@ -95,10 +96,19 @@ def random_weights(config: ModelConfig, dtype: torch.dtype, device: torch.device
     )
 
 
-def by_definition(queries: Tensor, keys: Tensor, values: Tensor, span: Span) -> Tensor:
+SHAPES = (  # query heads, KV heads, head dimension, KV cache dtype
+    (8, 2, 64, "auto"),
+    (4, 4, 128, "auto"),
+    (8, 1, 80, "auto"),
+    (8, 2, 64, "int8"),
+    (8, 2, 64, "fp8"),
+)
+
+
+def by_definition(queries: Tensor, keys: Pages, values: Pages, span: Span) -> Tensor:
     """Attention of one sequence in float64, ``[rows, heads * head_dim]``."""
-    blocks = torch.tensor(list(span.block_ids), device=keys.device)
-    k, v = (store[blocks].flatten(0, 1)[: span.num_keys].double() for store in (keys, values))
+    blocks = torch.tensor(list(span.block_ids), device=queries.device)
+    k, v = (pages.blocks(blocks).flatten(0, 1)[: span.num_keys].double() for pages in (keys, values))
     group = queries.shape[1] // k.shape[1]
     k, v = k.repeat_interleave(group, dim=1), v.repeat_interleave(group, dim=1)
     q = queries[span.first_row : span.first_row + span.num_rows].double()
@@ -113,14 +123,15 @@ def check_backends(names: Sequence[str], dtypes: Sequence[torch.dtype], device: 
     sound = True
     for name in names:
         for dtype in dtypes:
-            for heads, kv_heads, head_dim in ((8, 2, 64), (4, 4, 128), (8, 1, 80)):
+            for heads, kv_heads, head_dim, kept in SHAPES:
                 worst = max(
-                    _attention_error(name, dtype, device, heads, kv_heads, head_dim, case) for case in CASES.values()
+                    _attention_error(name, dtype, device, heads, kv_heads, head_dim, kept, case)
+                    for case in CASES.values()
                 )
                 limit = 2e-5 if dtype == torch.float32 else 2e-2
                 sound &= worst <= limit
                 emit(
-                    f"attention {name} {dtype} {heads}/{kv_heads} heads of {head_dim}",
+                    f"attention {name} {dtype} {heads}/{kv_heads} heads of {head_dim}, KV {kept}",
                     "max abs error",
                     value=worst,
                     limit=limit,
@@ -135,10 +146,23 @@ def _attention_error(
     heads: int,
     kv_heads: int,
     head_dim: int,
+    kept: str,
     case: list[tuple[int, int]],
 ) -> float:
     torch.manual_seed(3)
-    keys, values = (torch.randn(160, BLOCK_SIZE, kv_heads, head_dim).to(device, dtype) for _ in range(2))
+    store = KVStore(
+        num_layers=1,
+        num_blocks=160,
+        block_size=BLOCK_SIZE,
+        num_kv_heads=kv_heads,
+        head_dim=head_dim,
+        dtype=dtype,
+        device=device,
+        kept=kv_format(kept, dtype),
+    )
+    numbers = torch.randn(2, 160 * BLOCK_SIZE, kv_heads, head_dim).to(device, dtype)
+    store.write(0, torch.arange(160 * BLOCK_SIZE, device=device), *numbers)
+    keys, values = store.layers[0]
     free = (torch.randperm(159) + 1).tolist()
     spans, row = [], 0
     for num_rows, num_keys in case:

@@ -58,7 +58,7 @@ class Admin:
         return admin_pb2.ResetCacheResponse(complete=complete, replicas=resets)
 
     def _replica(self, member: Member) -> admin_pb2.Replica:
-        load = self._fleet.loads.of(member.replica.id)
+        load = self._fleet.loads.of(member.replica.id).own
         one = admin_pb2.Replica(
             lease=member.replica.lease,
             lease_age_s=self._fleet.membership.lease_age_s(member.replica),

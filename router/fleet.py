@@ -24,6 +24,7 @@ from router.index_mirror import IndexMirror
 from router.load import LoadBook
 from router.metrics import RouterMetrics
 from router.registry import FleetKeys, Membership, Registry, Replica, connect_redis
+from router.shared_load import SharedLoad
 from router.tokenizer import ModelProfile
 from router.worker_client import WorkerClient, WorkerError
 
@@ -66,6 +67,7 @@ class Fleet:
             self._redis, keys, self.index, metrics, on_applied=self._on_applied, rng=random.Random(config.router_id)
         )
         self.hot = HotPrefixes(self._redis, keys, config, metrics)
+        self.shared_load = SharedLoad(self._redis, keys, config, self.loads)
         self._num_tokenizer_hits = 0  # that the metric knows
         self._tasks: list[asyncio.Task[None]] = []
         # A cancellation that meets a Redis call may be lost inside the client: the loops look here as well.
@@ -74,7 +76,11 @@ class Fleet:
     async def start(self) -> None:
         """Look once, so that a running fleet is known from the first request on, then follow."""
         await self._look()
-        follow = (self._follow_leases(), self.mirror.run(), self._follow_model(), self.hot.run(self._tokenizer))
+        await self.shared_load.start()
+        follow = (
+            *(self._follow_leases(), self.mirror.run(), self._follow_model(), self.hot.run(self._tokenizer)),
+            *(self.shared_load.run_writer(), self.shared_load.run_reader()),
+        )
         self._tasks = [asyncio.create_task(one) for one in follow]
         for task in self._tasks:
             task.add_done_callback(_report_end)
@@ -83,10 +89,12 @@ class Fleet:
         """Stop following and close every channel."""
         self._is_stopped = True
         self.mirror.stop()
+        self.shared_load.stop()
         self.hot.stop()
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
+        await self.shared_load.leave()
         for member in list(self.members.values()):
             await self._remove(member.replica)
         if self._profile is not None:
@@ -229,7 +237,7 @@ class Fleet:
         for member in self.members.values():
             fault = member.replica.fault
             refused += bool(fault)
-            metrics.inflight_tokens.labels(member.replica.id).set(self.loads.of(member.replica.id).waiting_tokens)
+            metrics.inflight_tokens.labels(member.replica.id).set(self.loads.of(member.replica.id).own.waiting_tokens)
         metrics.replicas_refused.set(refused)
 
 

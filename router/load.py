@@ -1,8 +1,12 @@
-"""What this router has sent where and not yet seen end: charged at the decision, released exactly once.
+"""What has been sent where and not yet seen end: charged at the decision, released exactly once.
 
 A ``Ticket`` is one request's charge on one replica. Whatever way the request ends, ``Ticket.close`` takes back what is
 still charged; a second close changes nothing. It also keeps the blocks that the request is about to leave there
 (pending): they count as held from the decision on, until the replica's own events for them are applied.
+
+The counts and pending blocks of a replica are those of all routers. What this router does is its own (``own``) and,
+where there is a journal, told step by step; what the others do arrives by ``set_share`` and ``expect`` (see
+``router.peer_loads``).
 
 Time is an argument, in seconds on one monotonic clock.
 """
@@ -11,13 +15,74 @@ from __future__ import annotations
 
 from array import array
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
 
 _WEIGHT = 0.03  # of each first token in what is learned
 _DEFAULT_SPEED = 2_000.0  # prompt tokens per second, until the replicas or experience say better
 _MIN_SPREAD = 0.01  # variance of miss tokens / mean squared, below which no slope can be told from them
 _MIN_TOKEN_SHARE = 0.1  # of the mean service is due to tokens at least, whatever noise says
 _CONFIRM_TIMEOUT_S = 30.0  # pending blocks of an ended request are given up after this
+_MAX_STEPS = 16_384  # that wait to be told; what falls out is made good by the next totals
+
+
+class Share(NamedTuple):
+    """What one router has on one replica, or a change of that."""
+
+    in_flight: int = 0  # requests
+    waiting_requests: int = 0  # of those, without a first token
+    waiting_tokens: int = 0  # prompt tokens charged to the waiting ones
+
+    def plus(self, other: Share) -> Share:
+        """The sum, by count."""
+        return Share(self[0] + other[0], self[1] + other[1], self[2] + other[2])
+
+
+NO_SHARE = Share()
+
+
+@dataclass(slots=True)
+class Step:
+    """A request was charged, got its first token, or ended: what other routers hear of it."""
+
+    seq: int
+    ticket: int  # seq of the request's first step
+    replica: str
+    change: Share
+    keys: Sequence[int] = ()  # blocks it will leave; at its end those of the answer
+    ended: bool = False
+    event_seq: int = 0  # at its end: the replica's last event; 0: it failed
+
+
+class Journal:
+    """This router's steps that the others have not been told yet, numbered one by one from 1."""
+
+    def __init__(self, on_step: Callable[[], None]) -> None:
+        self.seq = 0  # of the last step
+        self._steps: deque[Step] = deque(maxlen=_MAX_STEPS)
+        self._on_step = on_step
+
+    def add(
+        self,
+        ticket: int,
+        replica: str,
+        change: Share,
+        keys: Sequence[int] = (),
+        ended: bool = False,
+        event_seq: int = 0,
+    ) -> int:
+        """Write a step down; its number. ``ticket`` 0: the first step of its request."""
+        self.seq += 1
+        self._steps.append(Step(self.seq, ticket or self.seq, replica, change, keys, ended, event_seq))
+        self._on_step()
+        return self.seq
+
+    def take(self) -> list[Step]:
+        """The steps since the last call."""
+        taken = list(self._steps)
+        self._steps.clear()
+        return taken
 
 
 class ServiceModel:
@@ -67,7 +132,7 @@ class ServiceModel:
 
 
 class ReplicaLoad:
-    """One replica generation's share."""
+    """One replica generation's load, by all routers."""
 
     __slots__ = (
         "_actual_s",
@@ -77,12 +142,18 @@ class ReplicaLoad:
         "_model",
         "_unconfirmed",
         "in_flight",
+        "is_gone",
+        "others",
         "pending",
+        "replica",
         "waiting_requests",
         "waiting_tokens",
     )
 
-    def __init__(self, model: ServiceModel) -> None:
+    def __init__(self, replica: str, model: ServiceModel) -> None:
+        self.replica = replica
+        self.is_gone = False
+        self.others: dict[str, Share] = {}  # by router; their sum is part of the counts below
         self.in_flight = 0  # requests
         self.waiting_requests = 0  # of those, without a first token
         self.waiting_tokens = 0  # prompt tokens charged to the waiting ones
@@ -92,6 +163,16 @@ class ReplicaLoad:
         self._busy_since_s = 0.0
         self._model = model
         self._actual_s = self._expected_s = 0.0
+
+    @property
+    def own(self) -> Share:
+        """This router's part of the counts."""
+        in_flight, waiting_requests, waiting_tokens = self.in_flight, self.waiting_requests, self.waiting_tokens
+        for share in self.others.values():
+            in_flight -= share.in_flight
+            waiting_requests -= share.waiting_requests
+            waiting_tokens -= share.waiting_tokens
+        return Share(in_flight, waiting_requests, waiting_tokens)
 
     @property
     def speed(self) -> float:
@@ -123,6 +204,8 @@ class ReplicaLoad:
         self._busy_since_s = now
         if charged_tokens <= 0 or service_s <= 0:
             return
+        if any(share.waiting_requests for share in self.others.values()):
+            return  # news of another router's first token may be on its way: who knows when the replica turned to us
         self._model.learn(charged_tokens, service_s)
         expected_s = self._model.expected_s(charged_tokens)
         if not self._actual_s:
@@ -130,10 +213,22 @@ class ReplicaLoad:
         self._actual_s += _WEIGHT * (service_s - self._actual_s)
         self._expected_s += _WEIGHT * (expected_s - self._expected_s)
 
-    def _remember(self, keys: Sequence[int]) -> None:
+    def expect(self, keys: Sequence[int]) -> None:
+        """A request is on its way that will leave these blocks. ``settle`` follows, once."""
         pending = self.pending
         for key in keys:
             pending[key] = pending.get(key, 0) + 1
+
+    def settle(self, keys: Sequence[int], event_seq: int | None, output_keys: Sequence[int], now: float) -> None:
+        """That request has ended: its blocks, and those of its answer, stay pending until event ``event_seq``.
+
+        None: it failed, they will not come.
+        """
+        if event_seq is None or event_seq <= self._confirmed_seq:
+            self._forget(keys)
+            return
+        self.expect(output_keys)
+        self._unconfirmed.append((event_seq, now + _CONFIRM_TIMEOUT_S, [*keys, *output_keys]))
 
     def _forget(self, keys: Sequence[int]) -> None:
         pending = self.pending
@@ -148,9 +243,11 @@ class ReplicaLoad:
 class Ticket:
     """One request's charge on one replica."""
 
-    __slots__ = ("_charged_tokens", "_keys", "_load", "_open", "_started_s", "_waiting")
+    __slots__ = ("_charged_tokens", "_journal", "_keys", "_load", "_number", "_open", "_started_s", "_waiting")
 
-    def __init__(self, load: ReplicaLoad, miss_tokens: int, keys: Sequence[int], now: float) -> None:
+    def __init__(
+        self, load: ReplicaLoad, miss_tokens: int, keys: Sequence[int], now: float, journal: Journal | None = None
+    ) -> None:
         if not load.waiting_requests:
             load._busy_since_s = now
         self._load = load
@@ -162,12 +259,15 @@ class Ticket:
         load.in_flight += 1
         load.waiting_requests += 1
         load.waiting_tokens += miss_tokens
-        load._remember(keys)
+        load.expect(keys)
+        self._journal = journal
+        self._number = journal.add(0, load.replica, Share(1, 1, miss_tokens), keys) if journal is not None else 0
 
     def first_token(self, now: float) -> None:
         """The prefill is over: nobody waits for it any more."""
-        if self._stop_waiting():
+        if self._waiting:
             self._load._learn(self._charged_tokens, self._started_s, now)
+            self._tell(self._stop_waiting())
 
     def close(self, now: float, event_seq: int | None = None, output_keys: Sequence[int] = ()) -> None:
         """The request has left the replica.
@@ -178,22 +278,23 @@ class Ticket:
         if not self._open:
             return
         self._open = False
-        self._stop_waiting()
+        change = Share(-1).plus(self._stop_waiting())
         load = self._load
         load.in_flight -= 1
-        if event_seq is None or event_seq <= load._confirmed_seq:
-            load._forget(self._keys)
-            return
-        load._remember(output_keys)
-        load._unconfirmed.append((event_seq, now + _CONFIRM_TIMEOUT_S, [*self._keys, *output_keys]))
+        load.settle(self._keys, event_seq, output_keys, now)
+        self._tell(change, output_keys, ended=True, event_seq=event_seq or 0)
 
-    def _stop_waiting(self) -> bool:
+    def _stop_waiting(self) -> Share:
         if not self._waiting:
-            return False
+            return NO_SHARE
         self._waiting = False
         self._load.waiting_requests -= 1
         self._load.waiting_tokens -= self._charged_tokens
-        return True
+        return Share(0, -1, -self._charged_tokens)
+
+    def _tell(self, change: Share, keys: Sequence[int] = (), ended: bool = False, event_seq: int = 0) -> None:
+        if self._journal is not None and not self._load.is_gone:
+            self._journal.add(self._number, self._load.replica, change, keys, ended, event_seq)
 
 
 class LoadBook:
@@ -201,18 +302,37 @@ class LoadBook:
 
     def __init__(self) -> None:
         self.model = ServiceModel()
+        self.journal: Journal | None = None  # where there are other routers to tell
         self._replicas: dict[str, ReplicaLoad] = {}
 
     def of(self, replica: str) -> ReplicaLoad:
         """The replica's load, empty at first."""
         load = self._replicas.get(replica)
         if load is None:
-            load = self._replicas[replica] = ReplicaLoad(self.model)
+            load = self._replicas[replica] = ReplicaLoad(replica, self.model)
         return load
 
     def charge(self, replica: str, miss_tokens: int, keys: Sequence[int], now: float) -> Ticket:
         """Charge a request that was just placed; ``keys`` are the blocks it will add there."""
-        return Ticket(self.of(replica), miss_tokens, keys, now)
+        return Ticket(self.of(replica), miss_tokens, keys, now, self.journal)
+
+    def set_share(self, router: str, replica: str, share: Share, now: float, has_progressed: bool = False) -> None:
+        """Another router has this much on a replica now; ``has_progressed``: it has just had a first token there."""
+        load = self.of(replica)
+        was_waiting = load.waiting_requests
+        before = load.others.pop(router, NO_SHARE)
+        if share != NO_SHARE:
+            load.others[router] = share
+        load.in_flight += share.in_flight - before.in_flight
+        load.waiting_requests += share.waiting_requests - before.waiting_requests
+        load.waiting_tokens += share.waiting_tokens - before.waiting_tokens
+        if has_progressed or (load.waiting_requests and not was_waiting):
+            load._busy_since_s = now
+
+    def own_shares(self) -> dict[str, Share]:
+        """What this router has in flight, by replica; those with nothing are absent."""
+        shares = {name: load.own for name, load in self._replicas.items()}
+        return {name: share for name, share in shares.items() if share != NO_SHARE}
 
     def confirm(self, replica: str, applied_seq: int, now: float) -> None:
         """See ``ReplicaLoad.confirm``."""
@@ -222,9 +342,11 @@ class LoadBook:
 
     def forget(self, replica: str) -> None:
         """That generation has gone. Tickets that are still open close on the record that nobody reads any more."""
-        self._replicas.pop(replica, None)
+        load = self._replicas.pop(replica, None)
+        if load is not None:
+            load.is_gone = True
 
     @property
     def in_flight(self) -> int:
-        """Requests in flight everywhere."""
-        return sum(load.in_flight for load in self._replicas.values())
+        """Requests of this router in flight everywhere."""
+        return sum(load.own.in_flight for load in self._replicas.values())

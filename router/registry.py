@@ -34,10 +34,16 @@ class FleetKeys:
         self.contract = f"{self._prefix}contract"
         self.replicas = f"{self._prefix}replicas"
         self.hot = f"{self._prefix}hot"
+        self.routers = f"{self._prefix}routers"
+        self.dispatch = f"{self._prefix}dispatch"
 
     def hot_of(self, router: str) -> str:
         """The hottest prefixes that one boot of a router has served."""
         return f"{self.hot}:{router}"
+
+    def load(self, router: str) -> str:
+        """What this router has in flight; its lease."""
+        return f"{self._prefix}load:{router}"
 
     def replica(self, replica: str) -> str:
         """Its lease."""

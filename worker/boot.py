@@ -16,6 +16,7 @@ from tokenizers import Tokenizer
 from warmfront_pb.v1 import inference_pb2
 
 from worker.config import ConfigError, WorkerConfig
+from worker.kv_store import kv_format
 from worker.loading import (
     LoadedModel,
     default_model_path,
@@ -59,6 +60,7 @@ def load_replica(config: WorkerConfig, progress: Progress) -> Loaded:
         block_size=config.block_size,
         mode="deterministic" if config.mode == "deterministic" else "fast",
         attention=config.attention,
+        kv_cache_dtype=config.kv_cache_dtype,
         max_num_batched_tokens=step_tokens,
         max_num_seqs=config.max_num_seqs,
     )
@@ -75,8 +77,9 @@ def load_replica(config: WorkerConfig, progress: Progress) -> Loaded:
 
 def plan_memory(config: WorkerConfig, model: ModelConfig) -> MemoryPlan:
     """How many blocks the pool gets. Raises ``PlanError`` when nothing fits."""
-    element_bytes = resolve_dtype(config.dtype, model).itemsize
-    kv_bytes_per_token = model.kv_bytes_per_token(element_bytes)
+    dtype = resolve_dtype(config.dtype, model)
+    element_bytes, kept = dtype.itemsize, kv_format(config.kv_cache_dtype, dtype)
+    kv_bytes_per_token = model.kv_bytes_per_token(kept.element_bytes, kept.scale_bytes)
     weight_bytes = model.num_parameters * element_bytes
     activations = activation_bytes(
         model,

@@ -58,7 +58,7 @@ class WorkerConfig:
     cpu_kv_bytes: int | None = None  # the pool on a CPU where kv_blocks does not say; None: 1 GiB or less
 
     dtype: str = "auto"  # of the weights
-    kv_cache_dtype: str = "auto"  # that of the weights
+    kv_cache_dtype: str = "auto"  # auto: that of the weights
     device: str = "auto"
     attention: str = "auto"
     mode: str = "fast"
@@ -161,14 +161,13 @@ class WorkerConfig:
         choices = (
             ("--engine", self.engine, ("model", "simulated")),
             ("--dtype", self.dtype, ("auto", "float32", "bfloat16")),
+            ("--kv-cache-dtype", self.kv_cache_dtype, ("auto", "bfloat16", "float32", "int8", "fp8")),
             ("--mode", self.mode, ("fast", "deterministic")),
             ("--log-level", self.log_level.upper(), ("DEBUG", "INFO", "WARNING", "ERROR")),
         )
         for flag, value, allowed in choices:
             if value not in allowed:
                 raise ConfigError(f"{flag} {value!r} is none of {', '.join(allowed)}")
-        if self.kv_cache_dtype != "auto":
-            raise ConfigError(f"--kv-cache-dtype {self.kv_cache_dtype!r} is not there yet; only auto works")
         if self.fault and self.engine != "simulated":
             raise ConfigError("--fault is for --engine simulated")
         for flag, rate in (("--prefill-tokens-per-s", self.prefill_tokens_per_s), ("--time-scale", self.time_scale)):

@@ -21,7 +21,7 @@ from torch.nn import functional
 from worker.attention import Span, make_backend
 from worker.attention.sdpa import ROW_MULTIPLE
 from worker.batch import SequenceSlice, SliceResult, StepBatch, TokenLogprobs
-from worker.kv_store import KVStore
+from worker.kv_store import KVStore, kv_format
 from worker.loading import LoadedModel
 from worker.models.config import ModelConfig
 from worker.models.decoder import Decoder
@@ -47,13 +47,14 @@ class ModelRunner:
         block_size: int,
         mode: Mode = "fast",
         attention: str = "auto",
+        kv_cache_dtype: str = "auto",
         max_num_batched_tokens: int = 2048,
         max_num_seqs: int = 256,
     ) -> None:
         """Takes over ``loaded.weights`` and allocates the KV store.
 
-        ``num_blocks`` counts the scratch block. Raises ``ValueError`` for an unknown mode or attention backend, or one
-        that cannot be had here, and torch's ``OutOfMemoryError`` when the store does not fit.
+        ``num_blocks`` counts the scratch block. Raises ``ValueError`` for an unknown mode, attention backend or KV
+        cache dtype, or one that cannot be had here, and torch's ``OutOfMemoryError`` when the store does not fit.
         """
         if mode not in MODES:
             raise ValueError(f"unknown mode {mode!r}; there are: {', '.join(MODES)}")
@@ -87,6 +88,7 @@ class ModelRunner:
             head_dim=self.config.head_dim,
             dtype=loaded.dtype,
             device=self.device,
+            kept=kv_format(kv_cache_dtype, loaded.dtype),
         )
 
     @property

@@ -85,12 +85,11 @@ class Cluster:
 
     @property
     def load(self) -> int:
-        """All that is charged in all routers."""
+        """All that is charged in all routers by themselves."""
         total = 0
         for router in self.routers:
             for name in router.fleet.members:
-                load = router.fleet.loads.of(name)
-                total += load.in_flight + load.waiting_requests + load.waiting_tokens
+                total += sum(router.fleet.loads.of(name).own)
         return total
 
     def index_is_true(self) -> bool:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from worker.attention import Span, make_backend
+from worker.kv_store import KVStore, Pages, kv_format
 
 CPU = torch.device("cpu")
 # Triton's interpreter wants TRITON_INTERPRET=1, triton 3.6 and numpy below 2.3: an environment of its own.
@@ -37,14 +38,36 @@ def by_definition(queries: Tensor, k: Tensor, v: Tensor, num_keys: int) -> Tenso
     return out.flatten(1)
 
 
+def random_pages(
+    num_blocks: int, num_kv_heads: int, head_dim: int, kept: str, dtype: torch.dtype = torch.float32
+) -> tuple[Pages, Pages]:
+    """Keys and values of one layer, written as a step writes them: numbers of very different size per token."""
+    store = KVStore(
+        num_layers=1,
+        num_blocks=num_blocks,
+        block_size=16,
+        num_kv_heads=num_kv_heads,
+        head_dim=head_dim,
+        dtype=dtype,
+        device=CPU,
+        kept=kv_format(kept, dtype),
+    )
+    numbers = torch.randn(2, num_blocks * 16, num_kv_heads, head_dim) * torch.rand(num_blocks * 16, 1, 1) * 2
+    store.write(0, torch.arange(num_blocks * 16), *numbers.to(dtype))
+    return store.layers[0]
+
+
 @pytest.mark.parametrize("name", BACKENDS_HERE)
-@pytest.mark.parametrize("heads", [(4, 4), (6, 2), (8, 1)])
+@pytest.mark.parametrize(
+    ("heads", "kept"),
+    [((4, 4), "auto"), ((6, 2), "auto"), ((8, 1), "auto"), ((6, 2), "bfloat16"), ((6, 2), "int8"), ((6, 2), "fp8")],
+)
 @pytest.mark.parametrize("case", CASES)
-def test_backends_follow_the_definition(name: str, heads: tuple[int, int], case: str) -> None:
+def test_backends_follow_the_definition(name: str, heads: tuple[int, int], kept: str, case: str) -> None:
     torch.manual_seed(1)
     num_heads, num_kv_heads = heads
     head_dim, block_size, num_blocks = 8, 16, 200
-    keys, values = (torch.randn(num_blocks, block_size, num_kv_heads, head_dim) for _ in range(2))
+    keys, values = random_pages(num_blocks, num_kv_heads, head_dim, kept)
     shuffled = (torch.randperm(num_blocks - 1) + 1).tolist()
     spans, first_row = [], 0
     for num_rows, num_keys in CASES[case]:
@@ -66,14 +89,16 @@ def test_backends_follow_the_definition(name: str, heads: tuple[int, int], case:
     assert out.shape == (len(queries), num_heads * head_dim)
     for span in spans:
         rows = slice(span.first_row, span.first_row + span.num_rows)
-        k, v = (store[span.block_ids].flatten(0, 1)[: span.num_keys] for store in (keys, values))
+        table = torch.tensor(span.block_ids)
+        k, v = (pages.blocks(table).flatten(0, 1)[: span.num_keys] for pages in (keys, values))
         torch.testing.assert_close(out[rows], by_definition(queries[rows], k, v, span.num_keys), atol=1e-5, rtol=0)
 
 
 @INTERPRETED
-def test_a_sequence_alone_equals_itself_in_a_mixed_batch_bit_for_bit_in_the_triton_kernel() -> None:
+@pytest.mark.parametrize("kept", ["auto", "int8", "fp8"])
+def test_a_sequence_alone_equals_itself_in_a_mixed_batch_bit_for_bit_in_the_triton_kernel(kept: str) -> None:
     torch.manual_seed(2)
-    keys, values = (torch.randn(40, 16, 2, 8) for _ in range(2))
+    keys, values = random_pages(40, 2, 8, kept)
     backend: Any = make_backend(
         "triton",
         deterministic=False,

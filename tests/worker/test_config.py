@@ -35,7 +35,7 @@ def config(**more: Any) -> WorkerConfig:
         ({"gpu_memory_utilization": 1.5}, "--gpu-memory-utilization"),
         ({"cpu_kv_bytes": 5}, "--cpu-kv-bytes"),
         ({"dtype": "float64"}, "--dtype"),
-        ({"kv_cache_dtype": "int8"}, "--kv-cache-dtype 'int8'"),
+        ({"kv_cache_dtype": "int4"}, "--kv-cache-dtype 'int4' is none of auto, bfloat16, float32, int8, fp8"),
         ({"mode": "quick"}, "--mode"),
         ({"max_num_seqs": 0}, "--max-num-seqs 0"),
         ({"max_num_batched_tokens": 8, "max_num_seqs": 16}, "--max-num-batched-tokens 8"),

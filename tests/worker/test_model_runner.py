@@ -22,8 +22,11 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_cold_warm_chunked_and_mixed_runs_are_bit_identical_in_deterministic_mode(folder: Path, dtype: str) -> None:
-    runner = runner_of(folder, mode="deterministic", dtype=dtype, num_blocks=128)
+@pytest.mark.parametrize("kv_cache_dtype", ["auto", "int8", "fp8"])
+def test_cold_warm_chunked_and_mixed_runs_are_bit_identical_in_deterministic_mode(
+    folder: Path, dtype: str, kv_cache_dtype: str
+) -> None:
+    runner = runner_of(folder, mode="deterministic", dtype=dtype, num_blocks=128, kv_cache_dtype=kv_cache_dtype)
     runner.self_test()
     cold = logits_of(runner, PROMPT)
     for cuts in ((512,), (1, 2, 3), (300, 513, 699), (16, 496, 690)):
@@ -41,8 +44,9 @@ def test_cold_warm_chunked_and_mixed_runs_are_bit_identical_in_deterministic_mod
     assert torch.equal(mixed[9 + 1 + 77 :], cold[641:])
 
 
-def test_blocks_copied_in_a_step_serve_as_if_they_had_been_computed(folder: Path) -> None:
-    runner = runner_of(folder, mode="deterministic", block_size=16)
+@pytest.mark.parametrize("kv_cache_dtype", ["auto", "int8", "fp8"])
+def test_blocks_copied_in_a_step_serve_as_if_they_had_been_computed(folder: Path, kv_cache_dtype: str) -> None:
+    runner = runner_of(folder, mode="deterministic", block_size=16, kv_cache_dtype=kv_cache_dtype)
     cold = logits_of(runner, PROMPT[:28])  # blocks 1 and 2
     slices = [slice_of(PROMPT[26:28], 26, [1, 9], copies=[(2, 9, 10)])]
     results = runner.execute(StepBatch(slices=[slice_of(PROMPT[26:28], 26, [1, 9], GREEDY, copies=[(2, 9, 10)])]))
@@ -59,17 +63,21 @@ def test_a_chunk_that_draws_nothing_has_an_empty_result(folder: Path) -> None:
     assert runner.execute(StepBatch(slices=[])) == []
 
 
-def test_a_request_with_scores_that_are_no_numbers_fails_alone_and_leaves_nothing_behind(folder: Path) -> None:
+@pytest.mark.parametrize("kv_cache_dtype", ["auto", "int8", "fp8"])
+def test_a_request_with_scores_that_are_no_numbers_fails_alone_and_leaves_nothing_behind(
+    folder: Path, kv_cache_dtype: str
+) -> None:
     loaded = load_model(folder, dtype="float32", device=CPU)
     loaded.weights["model.embed_tokens.weight"][13] = float("nan")
-    runner = ModelRunner(loaded, num_blocks=16, block_size=16)
+    runner = ModelRunner(loaded, num_blocks=16, block_size=16, kv_cache_dtype=kv_cache_dtype)
     sound, broken = slice_of(PROMPT[:3], 0, [1], GREEDY), slice_of([5, 13, 7], 0, [2], GREEDY)
     alone = runner.execute(StepBatch(slices=[sound]))[0]
     results = runner.execute(StepBatch(slices=[broken, sound]))
     assert results[1] == alone
     assert results[0].token_id is None
     assert "not finite" in (results[0].error or "")
-    assert torch.isfinite(runner.kv.data).all()
+    for kept in (runner.kv.data, runner.kv.scales):
+        assert kept is None or (torch.isfinite(kept).all() and not kept[:, :, 2].any())
 
 
 def test_prompt_logprobs_are_the_same_whole_and_in_chunks(folder: Path) -> None:
@@ -112,6 +120,16 @@ def test_deterministic_mode_refuses_a_backend_whose_shapes_are_not_fixed(folder:
         runner_of(folder, attention="flash")
 
 
-def test_kv_bytes_per_token_follow_the_shape(folder: Path) -> None:
+def test_kv_bytes_per_token_follow_the_shape_and_what_is_kept(folder: Path) -> None:
     runner = runner_of(folder, dtype="bfloat16")
     assert runner.kv_bytes_per_token == 2 * 3 * 2 * 24 * 2 == runner.config.kv_bytes_per_token(2)
+    wide = runner_of(folder, dtype="bfloat16", kv_cache_dtype="float32")
+    assert wide.kv_bytes_per_token == 2 * runner.kv_bytes_per_token
+    for name in ("int8", "fp8"):
+        small = runner_of(folder, dtype="bfloat16", kv_cache_dtype=name)
+        assert small.kv_bytes_per_token == 2 * 3 * 2 * (24 + 2) == small.config.kv_bytes_per_token(1, 2)
+
+
+def test_a_kv_cache_dtype_that_is_unknown_is_refused_by_name(folder: Path) -> None:
+    with pytest.raises(ValueError, match="unknown KV cache dtype 'int4'; there are: auto, bfloat16, float32, int8"):
+        runner_of(folder, kv_cache_dtype="int4")

@@ -60,6 +60,7 @@ def test_no_room_is_an_error_that_says_what_to_change() -> None:
 def test_kv_bytes_per_token_match_known_models() -> None:
     assert SMOLLM2.kv_bytes_per_token(2) == 23_040
     assert SMOLLM2.kv_bytes_per_token(4) == 46_080
+    assert SMOLLM2.kv_bytes_per_token(1, 2) == 11_880  # one byte per number, two per head's scale
     assert round(SMOLLM2.num_parameters / 1e6, 1) == 134.5
 
 

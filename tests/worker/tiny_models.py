@@ -58,9 +58,17 @@ def runner_of(
     num_blocks: int = 64,
     block_size: int = 16,
     attention: str = "auto",
+    kv_cache_dtype: str = "auto",
 ) -> ModelRunner:
     loaded = load_model(path, dtype=dtype, device=CPU)
-    return ModelRunner(loaded, num_blocks=num_blocks, block_size=block_size, mode=mode, attention=attention)
+    return ModelRunner(
+        loaded,
+        num_blocks=num_blocks,
+        block_size=block_size,
+        mode=mode,
+        attention=attention,
+        kv_cache_dtype=kv_cache_dtype,
+    )
 
 
 def slice_of(

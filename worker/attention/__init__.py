@@ -12,6 +12,8 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from worker.kv_store import Pages
+
 BACKENDS = ("auto", "sdpa", "tiled", "triton")
 
 
@@ -33,11 +35,11 @@ class AttentionBackend(Protocol):
     def plan(self, spans: Sequence[Span], num_rows: int) -> Any:
         """What ``attend`` needs for a batch of ``num_rows`` rows; rows in no span are padding and may hold anything."""
 
-    def attend(self, queries: Tensor, keys: Tensor, values: Tensor, plan: Any) -> Tensor:
+    def attend(self, queries: Tensor, keys: Pages, values: Pages, plan: Any) -> Tensor:
         """Attention of one layer.
 
-        ``queries`` is ``[rows, heads, head_dim]``, ``keys`` and ``values`` the layer's whole store
-        ``[num_blocks, block_size, kv_heads, head_dim]``; the answer is ``[rows, heads * head_dim]``.
+        ``queries`` is ``[rows, heads, head_dim]``, ``keys`` and ``values`` are the layer's whole store; the answer is
+        ``[rows, heads * head_dim]``.
         """
 
 

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from worker.attention import Span
-from worker.kv_store import SCRATCH_BLOCK
+from worker.kv_store import SCRATCH_BLOCK, Pages
 
 ROW_MULTIPLE = 4
 KEY_MULTIPLE = 512
@@ -51,10 +51,10 @@ class SdpaAttention:
         blocks = torch.tensor(table, dtype=torch.int64)
         return _Sequence(span.first_row, span.num_rows, blocks.to(self._device), mask.to(self._device))
 
-    def attend(self, queries: Tensor, keys: Tensor, values: Tensor, plan: list[_Sequence]) -> Tensor:
+    def attend(self, queries: Tensor, keys: Pages, values: Pages, plan: list[_Sequence]) -> Tensor:
         """Sequence by sequence; see ``AttentionBackend.attend``."""
         num_rows, num_heads, head_dim = queries.shape
-        num_kv_heads = keys.shape[2]
+        num_kv_heads = keys.data.shape[2]
         group = num_heads // num_kv_heads
         out = queries.new_zeros(num_rows, num_heads, head_dim)
         for one in plan:
@@ -63,8 +63,8 @@ class SdpaAttention:
             if padded_rows != one.num_rows:
                 rows = functional.pad(rows, (0, 0, 0, 0, 0, padded_rows - one.num_rows))
             # [1, heads, keys, head_dim]: K/V are repeated per query head: enable_gqa takes another, slower kernel.
-            k = keys.index_select(0, one.blocks).flatten(0, 1)[:num_keys].transpose(0, 1)
-            v = values.index_select(0, one.blocks).flatten(0, 1)[:num_keys].transpose(0, 1)
+            k = keys.blocks(one.blocks).flatten(0, 1)[:num_keys].transpose(0, 1)
+            v = values.blocks(one.blocks).flatten(0, 1)[:num_keys].transpose(0, 1)
             if group > 1:
                 k, v = k.repeat_interleave(group, dim=0), v.repeat_interleave(group, dim=0)
             answer = functional.scaled_dot_product_attention(

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from worker.attention import Span
-from worker.kv_store import SCRATCH_BLOCK
+from worker.kv_store import SCRATCH_BLOCK, Pages
 
 TILE_ROWS = 128
 _MASKED = float("-inf")
@@ -103,11 +103,10 @@ class TiledAttention:
         slots = (block_ids[..., None] * len(self._offsets) + self._offsets).flatten(-2)[..., :num_keys]
         return (slots[..., None, :] * self._num_kv_heads + self._heads).flatten()
 
-    def attend(self, queries: Tensor, keys: Tensor, values: Tensor, plan: _Plan) -> Tensor:
+    def attend(self, queries: Tensor, keys: Pages, values: Pages, plan: _Plan) -> Tensor:
         """See ``AttentionBackend.attend``."""
         num_rows, num_heads, head_dim = queries.shape
         queries = queries * head_dim**-0.5
-        keys, values = keys.view(-1, head_dim), values.view(-1, head_dim)
         if plan.groups and plan.groups[0].rows is None:
             return self._decode(queries, keys, values, plan.groups[0])
         out = queries.new_empty(num_rows, num_heads * head_dim)
@@ -120,7 +119,7 @@ class TiledAttention:
             self._prefill(queries[rows], keys, values, chunk, out[rows])
         return out
 
-    def _decode(self, queries: Tensor, keys: Tensor, values: Tensor, group: _DecodeGroup) -> Tensor:
+    def _decode(self, queries: Tensor, keys: Pages, values: Pages, group: _DecodeGroup) -> Tensor:
         count, num_heads, head_dim = queries.shape
         num_batches, _, num_keys = group.penalty.shape
         k, v = self._gathered(keys, values, group.gather, num_batches, num_keys)
@@ -128,7 +127,7 @@ class TiledAttention:
         scores = torch.bmm(q, k.transpose(1, 2)).add_(group.penalty)
         return torch.bmm(torch.softmax(scores, dim=-1), v).view(count, num_heads * head_dim)
 
-    def _prefill(self, queries: Tensor, keys: Tensor, values: Tensor, chunk: _Chunk, out: Tensor) -> None:
+    def _prefill(self, queries: Tensor, keys: Pages, values: Pages, chunk: _Chunk, out: Tensor) -> None:
         num_heads, head_dim = queries.shape[1:]
         kv_heads, group = self._num_kv_heads, num_heads // self._num_kv_heads
         k, v = self._gathered(keys, values, chunk.gather, kv_heads, chunk.num_keys)
@@ -146,10 +145,10 @@ class TiledAttention:
             out[first : first + rows].view(rows, kv_heads, group, head_dim).copy_(answer)
 
     def _gathered(
-        self, keys: Tensor, values: Tensor, gather: Tensor, num_batches: int, num_keys: int
+        self, keys: Pages, values: Pages, gather: Tensor, num_batches: int, num_keys: int
     ) -> tuple[Tensor, Tensor]:
         """Keys and values ``[batches, keys, head_dim]``; valid until the next call."""
         k, v = self._buffer[0, : len(gather)], self._buffer[1, : len(gather)]
-        torch.index_select(keys, 0, gather, out=k)
-        torch.index_select(values, 0, gather, out=v)
+        keys.heads_into(k, gather)
+        values.heads_into(v, gather)
         return k.view(num_batches, num_keys, -1), v.view(num_batches, num_keys, -1)

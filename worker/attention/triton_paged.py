@@ -14,6 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from worker.attention import Span
+from worker.kv_store import Pages
 
 KEY_TILE = 64
 DECODE_ROWS, PREFILL_ROWS = 16, 64  # 16 is the least that a tensor core's product takes
@@ -54,29 +55,34 @@ class TritonAttention:
             tile_rows,
         )
 
-    def attend(self, queries: Tensor, keys: Tensor, values: Tensor, plan: _Plan) -> Tensor:
+    def attend(self, queries: Tensor, keys: Pages, values: Pages, plan: _Plan) -> Tensor:
         """See ``AttentionBackend.attend``."""
         num_rows, num_heads, head_dim = queries.shape
         queries = queries.contiguous()
         out = torch.zeros_like(queries)
-        _paged_attention[(len(plan.tiles), keys.shape[2])](
+        num_kv_heads = keys.data.shape[2]
+        _paged_attention[(len(plan.tiles), num_kv_heads)](
             out,
             queries,
-            keys,
-            values,
+            keys.data,
+            values.data,
+            queries if keys.scales is None else keys.scales,  # not looked at where nothing is scaled
+            queries if values.scales is None else values.scales,
             plan.tiles,
             plan.spans,
             plan.tables,
             head_dim**-0.5 * 1.4426950408889634,  # with log2(e): the kernel's exponentials are powers of two
             plan.tables.shape[1],
             num_heads=num_heads,
-            num_kv_heads=keys.shape[2],
+            num_kv_heads=num_kv_heads,
             group=self._group,
             head_dim=head_dim,
             wide_head=triton.next_power_of_2(head_dim),
             block_size=self._block_size,
             tile_rows=plan.tile_rows,
             key_tile=KEY_TILE,
+            is_scaled=keys.scales is not None,
+            is_fp8=keys.data.dtype == torch.uint8,
         )
         return out.view(num_rows, num_heads * head_dim)
 
@@ -87,6 +93,8 @@ def _paged_attention(  # type: ignore[no-untyped-def]
     queries,
     keys,
     values,
+    key_scales,
+    value_scales,
     tiles,
     spans,
     tables,
@@ -100,6 +108,8 @@ def _paged_attention(  # type: ignore[no-untyped-def]
     block_size: tl.constexpr,
     tile_rows: tl.constexpr,
     key_tile: tl.constexpr,
+    is_scaled: tl.constexpr,
+    is_fp8: tl.constexpr,
 ):
     kv_head = tl.program_id(1)
     sequence = tl.load(tiles + tl.program_id(0) * 2)
@@ -126,17 +136,36 @@ def _paged_attention(  # type: ignore[no-untyped-def]
     for start in range(0, stop, key_tile):
         key = start + tl.arange(0, key_tile)
         block = tl.load(tables + sequence * table_width + key // block_size, mask=key < stop, other=0).to(tl.int64)
-        store = ((block * block_size + key % block_size) * num_kv_heads + kv_head) * head_dim
+        head = (block * block_size + key % block_size) * num_kv_heads + kv_head
+        place = head[:, None] * head_dim + channel[None, :]
         is_stored = (key < stop)[:, None] & (channel < head_dim)[None, :]
-        k = tl.load(keys + store[:, None] + channel[None, :], mask=is_stored, other=0.0)
-        v = tl.load(values + store[:, None] + channel[None, :], mask=is_stored, other=0.0)
+        k = _exact(tl.load(keys + place, mask=is_stored, other=0), is_fp8).to(q.dtype)
+        v = _exact(tl.load(values + place, mask=is_stored, other=0), is_fp8).to(q.dtype)
         scores = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
+        if is_scaled:  # a key's scale is that of its scores, a value's can be put on its share
+            scores *= tl.load(key_scales + head, mask=key < stop, other=0.0).to(tl.float32)[None, :]
         scores = tl.where(key[None, :] <= last_key[:, None], scores, -1.0e30)
         higher = tl.maximum(best, tl.max(scores, 1))
         shares = tl.exp2(scores - higher[:, None])
         keep = tl.exp2(best - higher)
         total = total * keep + tl.sum(shares, 1)
+        if is_scaled:
+            shares *= tl.load(value_scales + head, mask=key < stop, other=0.0).to(tl.float32)[None, :]
         answer = answer * keep[:, None] + tl.dot(shares.to(v.dtype), v, input_precision="ieee")
         best = higher
     answer = answer / total[:, None]
     tl.store(out + cell, answer.to(out.dtype.element_ty), mask=is_cell)
+
+
+@triton.jit  # type: ignore[untyped-decorator,unused-ignore]
+def _exact(kept, is_fp8: tl.constexpr):  # type: ignore[no-untyped-def]
+    """The numbers that ``kept`` means, before the scale and before they take the type of the queries.
+
+    The bits of an e4m3 number, moved to their places in a float32, mean 2**-120 times that number, small ones too.
+    Devices that know no fp8 read it in this way as well.
+    """
+    if is_fp8:
+        wide = kept.to(tl.int32)
+        bits = ((wide & 0x80) << 24) | ((wide & 0x7F) << 20)
+        return bits.to(tl.float32, bitcast=True) * 1.329227995784916e36  # 2**120
+    return kept

@@ -141,9 +141,9 @@ class ModelConfig:
         if self.head_dim % 2:
             raise ModelError(f"head_dim {self.head_dim} is odd: a rotary embedding turns channels in pairs")
 
-    def kv_bytes_per_token(self, element_bytes: int) -> int:
-        """Bytes of KV cache that one token takes in all layers."""
-        return 2 * self.num_layers * self.num_kv_heads * self.head_dim * element_bytes
+    def kv_bytes_per_token(self, element_bytes: int, scale_bytes: int = 0) -> int:
+        """Bytes of KV cache that one token takes in all layers; ``scale_bytes`` come once per head of K and of V."""
+        return 2 * self.num_layers * self.num_kv_heads * (self.head_dim * element_bytes + scale_bytes)
 
     @property
     def num_parameters(self) -> int:

@@ -1,0 +1,171 @@
+"""Carries the routers' loads over Redis: this one's totals and steps out, the others' in.
+
+``load:<router>`` holds a router's totals under a lease and is rewritten at least every heartbeat, within 50 ms of a
+change; ``routers`` lists who has such a key. The bounded stream ``dispatch`` carries the steps within some
+milliseconds, while there is anybody to read them. With Redis away a router decides by its own counts, and starts
+afresh when Redis is back.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from typing import Any
+
+import redis.asyncio as redis_asyncio
+from google.protobuf.message import DecodeError
+from redis.exceptions import RedisError
+from warmfront_pb.v1 import router_pb2
+
+from router.config import RouterConfig
+from router.load import Journal, LoadBook
+from router.peer_loads import PeerLoads, batch_of, totals_of
+from router.registry import FleetKeys
+
+log = logging.getLogger(__name__)
+
+_FIELD = b"b"
+_TOTALS_PERIOD_S = 0.05  # while something changes
+_STEPS_PERIOD_S = 0.002  # steps that come closer together share an entry
+_LOOKS_PER_HEARTBEAT = 4
+_READ_BLOCK_MS = 100
+_READ_COUNT = 512
+_STREAM_LENGTH = 4096
+_HISTORY_MS = 5_000  # a router that starts reads the stream from there on: what is pending stands in it
+_FIRST_RETRY_S, _LAST_RETRY_S = 0.1, 1.0
+
+
+class SharedLoad:
+    """Gives ``loads`` a journal and keeps it told; adds the others' load to it."""
+
+    def __init__(self, client: redis_asyncio.Redis, keys: FleetKeys, config: RouterConfig, loads: LoadBook) -> None:
+        self._client = client
+        self._keys = keys
+        self._router = config.router_id
+        self._lease_ms = round(config.lease_s * 1000)
+        self._heartbeat_s = config.heartbeat_s
+        self._loads = loads
+        self._boot = f"{time.time_ns() // 1_000_000:012x}"
+        self._has_news = asyncio.Event()
+        self._journal = loads.journal = Journal(self._has_news.set)
+        self._cursor = ""  # of the stream; empty: begin with its recent past
+        self._is_stopped = False
+        self.peers = PeerLoads(loads, self._router, self._boot)
+
+    async def start(self) -> None:
+        """Say that this router is there and hear of the others once, so that the first decision knows their load."""
+        try:
+            await self._write(with_totals=True)
+            await self._look()
+            await self._read(block_ms=1)
+        except (RedisError, OSError) as error:
+            log.warning("the other routers' load is not known, redis is away error=%r", str(error))
+
+    async def run_writer(self) -> None:
+        """Tell what this router does until stopped."""
+        totals_at_s = time.monotonic() + self._heartbeat_s
+        pause_s = _FIRST_RETRY_S
+        while not self._is_stopped:
+            try:
+                async with asyncio.timeout(max(0.0, totals_at_s - time.monotonic())):
+                    await self._has_news.wait()
+            except TimeoutError:
+                pass
+            has_news = self._has_news.is_set()
+            self._has_news.clear()
+            is_due = time.monotonic() >= totals_at_s
+            try:
+                if is_due or len(self.peers):
+                    await self._write(with_totals=is_due)
+                pause_s = _FIRST_RETRY_S
+            except (RedisError, OSError):
+                self._has_news.set()
+                await asyncio.sleep(pause_s)
+                pause_s = min(_LAST_RETRY_S, 2 * pause_s)
+                continue
+            now = time.monotonic()
+            if is_due:
+                totals_at_s = now + self._heartbeat_s
+            if has_news:
+                totals_at_s = min(totals_at_s, now + _TOTALS_PERIOD_S)
+            await asyncio.sleep(_STEPS_PERIOD_S if len(self.peers) else _TOTALS_PERIOD_S)
+
+    async def run_reader(self) -> None:
+        """Hear what the others do until stopped."""
+        look_at_s = 0.0
+        pause_s = _FIRST_RETRY_S
+        while not self._is_stopped:
+            try:
+                if time.monotonic() >= look_at_s:
+                    await self._look()
+                    look_at_s = time.monotonic() + self._heartbeat_s / _LOOKS_PER_HEARTBEAT
+                await self._read(_READ_BLOCK_MS)
+                pause_s = _FIRST_RETRY_S
+            except (RedisError, OSError) as error:
+                if self._cursor:
+                    log.warning("decisions go by this router's own load, redis is away error=%r", str(error))
+                self.peers.clear(time.monotonic())
+                self._cursor = ""
+                await asyncio.sleep(pause_s)
+                pause_s = min(_LAST_RETRY_S, 2 * pause_s)
+
+    def stop(self) -> None:
+        """Let the loops end, should they survive their cancellation."""
+        self._is_stopped = True
+        self._has_news.set()
+
+    async def leave(self) -> None:
+        """This router has no share any more. After its loops have ended."""
+        try:
+            await self._client.delete(self._keys.load(self._router))
+        except (RedisError, OSError) as error:
+            log.debug("this router's share goes with its lease, redis is away error=%r", str(error))
+
+    async def _write(self, with_totals: bool) -> None:
+        steps = self._journal.take()  # what cannot be sent is in the next totals
+        pipe = self._client.pipeline(transaction=False)
+        if steps and len(self.peers):
+            data = batch_of(self._router, self._boot, steps).SerializeToString()
+            pipe.xadd(self._keys.dispatch, {_FIELD: data}, maxlen=_STREAM_LENGTH, approximate=True)
+        if with_totals:
+            data = totals_of(self._loads, self._boot).SerializeToString()
+            pipe.set(self._keys.load(self._router), data, px=self._lease_ms)
+            pipe.sadd(self._keys.routers, self._router)
+            for key in (self._keys.routers, self._keys.dispatch):
+                pipe.pexpire(key, 10 * self._lease_ms)
+        if len(pipe):
+            await pipe.execute()
+
+    async def _look(self) -> None:
+        """Read everybody's totals."""
+        found: Any = await self._client.smembers(self._keys.routers)
+        names = sorted({name.decode() for name in found} - {self._router})
+        values: Any = await self._client.mget(map(self._keys.load, names)) if names else ()
+        gone = [name for name, data in zip(names, values, strict=True) if data is None]
+        if gone:
+            await self._client.srem(self._keys.routers, *gone)
+        totals = {}
+        for name, data in zip(names, values, strict=True):
+            try:
+                if data is not None:
+                    totals[name] = router_pb2.RouterLoad.FromString(data)
+            except DecodeError as error:
+                log.warning("bad load of a router router=%s error=%r", name, str(error))
+        self.peers.observe(totals, time.monotonic())
+
+    async def _read(self, block_ms: int) -> None:
+        """Read on in the stream; return when there was something new, or after ``block_ms``."""
+        if not self._cursor:
+            seconds, _ = await self._client.time()
+            self._cursor = f"{max(0, seconds * 1000 - _HISTORY_MS)}-0"
+        streams: Any = {self._keys.dispatch: self._cursor}
+        reply: Any = await self._client.xread(streams, count=_READ_COUNT, block=block_ms)
+        now = time.monotonic()
+        for _, entries in reply or ():
+            for entry_id, fields in entries:
+                self._cursor = entry_id.decode()
+                try:
+                    self.peers.take(router_pb2.DispatchBatch.FromString(fields[_FIELD]), now)
+                except (DecodeError, KeyError) as error:
+                    log.warning("bad dispatch entry entry=%s error=%r", self._cursor, str(error))
