@@ -11,7 +11,7 @@ import asyncio
 import logging
 import random
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,7 +26,7 @@ from router.registry import FleetKeys
 
 log = logging.getLogger(__name__)
 
-_FIELD = b"b"
+_FIELD, _MADE_MS = b"b", b"t"
 _READ_COUNT = 256  # batches of one stream per read
 _READ_BLOCK_MS = 100  # also how late a new feed is noticed
 _MAX_LOADS_AT_ONCE = 8
@@ -205,6 +205,8 @@ class IndexMirror:
             for entry_id, fields in entries:
                 self._take(feed, entry_id, fields)
             self._applied(feed)
+            if feed.num_reads:  # what the first read finds may be old
+                self._observe_lags(fields for _, fields in entries)
         for feed in feeds.values():
             feed.num_reads += 1
 
@@ -230,6 +232,14 @@ class IndexMirror:
             self._need_snapshot(feed, batch.first_seq - 1, f"events {first} to {batch.first_seq - 1} are missing")
             self._skip_to(feed, batch.first_seq - 1, "missing")
             self.index.apply(feed.replica, batch)
+
+    def _observe_lags(self, entries: Iterable[dict[bytes, bytes]]) -> None:
+        """From the worker's making a batch to its standing in the index. Its clock and ours are not the same."""
+        now_ms = time.time() * 1000
+        for fields in entries:
+            made_ms = fields.get(_MADE_MS, b"")
+            if made_ms.isdigit():
+                self._metrics.index_event_lag_seconds.observe(max(0.0, now_ms - int(made_ms)) / 1000)
 
     def _skip_to(self, feed: _Feed, seq: int, reason: str) -> None:
         """Go on after event ``seq`` as if what lies before it had said nothing."""

@@ -5,6 +5,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, gene
 _PREFIX = "warmfront_router"
 _DECISION_BUCKETS_S = (1e-5, 2e-5, 5e-5, 1e-4, 2e-4, 5e-4, 1e-3, 2e-3, 5e-3, 1e-2)
 _TTFT_BUCKETS_S = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
+_LAG_BUCKETS_S = (0.001, 0.002, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 1.0, 5.0)
 _TOKEN_BUCKETS = (-4096, -1024, -256, -64, -16, -1, 0, 16, 64, 256, 1024, 4096)
 INDEX_MODES = ("live", "snapshot", "local")
 
@@ -36,6 +37,11 @@ class RouterMetrics:
         )
         self.regret_tokens = counter("regret_tokens", "Tokens the best holder held more than the chosen replica.")
         self.index_blocks = gauge("index_blocks", "Blocks that the index credits to a replica.", ("replica",))
+        self.index_event_lag_seconds = histogram(
+            "index_event_lag_seconds",
+            "From the making of a batch of events to its standing in the index.",
+            _LAG_BUCKETS_S,
+        )
         self.index_gaps = counter("index_gaps", "Gaps found in event numbers.")
         self.index_resyncs = counter("index_resyncs", "Snapshots asked for again.")
         self.index_bad_events = counter("index_bad_events", "Events that made no sense and were skipped.")

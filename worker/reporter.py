@@ -8,7 +8,8 @@ Keys, prefix ``wf:{<fleet>}:``, all with a time to live that the heartbeat renew
     contract              protobuf Contract, set by the first of the fleet, compared by everyone
     replicas              sorted set: replica id -> last heartbeat, milliseconds of Redis' clock
     replica:<id>          protobuf ReplicaLease
-    events:<id>:<gen>     stream: one entry per batch, id <last seq>-0, field b = cache.events batch
+    events:<id>:<gen>     stream: one entry per batch, id <last seq>-0, field b = cache.events batch,
+                          t = when it was made, milliseconds since 1970 by this machine's clock
     snapshot:<id>:<gen>   cache.events snapshot
     wanted:<id>:<gen>     set by a router that needs a newer snapshot; the next heartbeat takes it away and writes one
 """
@@ -99,7 +100,7 @@ class Reporter:
         self._snapshot_key = f"{prefix}snapshot:{replica_id}:{generation}"
         self._wanted_key = f"{prefix}wanted:{replica_id}:{generation}"
         self._contract: common_pb2.Contract | None = None
-        self._queue: deque[EventBatch] = deque()
+        self._queue: deque[tuple[int, EventBatch]] = deque()  # with the milliseconds since 1970 when they came
         self._wake = asyncio.Event()
         self._next_beat_s = 0.0
         self._num_beats = 0
@@ -133,7 +134,7 @@ class Reporter:
             self._queue.clear()
             self._needs_snapshot = True
             self._fetching = None  # it may be older than what was dropped
-        self._queue.append(batch)
+        self._queue.append((time.time_ns() // 1_000_000, batch))
         self._wake.set()
 
     def touch(self) -> None:
@@ -280,12 +281,13 @@ class Reporter:
 
     async def _send(self) -> None:
         """Add what waits to the stream, in one round trip."""
-        batches = list(self._queue)
+        entries = list(self._queue)
+        last_seq = entries[-1][1].last_seq
         pipe = self._redis.pipeline(transaction=False)
-        for batch in batches:
+        for made_ms, batch in entries:
             pipe.xadd(
                 self._stream_key,
-                {"b": encode_batch(batch)},
+                {"b": encode_batch(batch), "t": made_ms},
                 id=f"{batch.last_seq}-0",
                 maxlen=self._stream_length,
                 approximate=True,
@@ -297,10 +299,10 @@ class Reporter:
             # A batch sent just before the connection broke is there already; the snapshot to come covers the rest.
             if isinstance(answer, Exception) and "equal or smaller" not in str(answer):
                 raise answer if isinstance(answer, RedisError) else ResponseError(str(answer))
-        while self._queue and self._queue[0].last_seq <= batches[-1].last_seq:
+        while self._queue and self._queue[0][1].last_seq <= last_seq:
             self._queue.popleft()
         self._has_stream = True
-        self._num_since_snapshot += len(batches)
+        self._num_since_snapshot += len(entries)
 
     def _where(self) -> str:
         settings = self._redis.connection_pool.connection_kwargs

@@ -330,7 +330,8 @@ class SimulatedWorker(worker_pb2_grpc.WorkerServicer):
                     if self.faults.corrupt_batches:
                         self.faults.corrupt_batches -= 1
                         data = b"\x00rubbish"
-                    await self._redis.xadd(stream, {"b": data}, id=f"{batch.last_seq}-0", maxlen=4096)
+                    made_ms = time.time_ns() // 1_000_000
+                    await self._redis.xadd(stream, {"b": data, "t": made_ms}, id=f"{batch.last_seq}-0", maxlen=4096)
                     await self._redis.pexpire(stream, int(self.spec.lease_s * 10_000))
                 except (RedisError, OSError):
                     self._needs_snapshot = True

@@ -23,7 +23,7 @@ from router.index_mirror import IndexMirror
 from router.metrics import RouterMetrics
 from router.registry import FleetKeys, Membership, Registry, connect_redis
 from tests.fakes.simulated_worker import SimulatedWorker, Spec
-from tests.router.conftest import until
+from tests.router.conftest import Cluster, until
 
 BLOCK = 4
 BLOCKS = 60
@@ -274,3 +274,20 @@ async def test_the_mode_says_local_while_redis_is_away(redis_url: str) -> None:
         await one.client.connection_pool.disconnect()
         await until(lambda: one.mirror.mode == "local")
         assert one.mirror.index.num_blocks("w0") > 0
+
+
+async def test_the_way_of_events_into_the_index_is_timed(cluster: Cluster) -> None:
+    worker = await cluster.add_worker("w0")
+    await cluster.add_router()
+
+    def num_timed() -> float:
+        found = cluster.router.metrics.registry.get_sample_value("warmfront_router_index_event_lag_seconds_count")
+        return found or 0.0
+
+    await until(lambda: cluster.router.fleet.mirror.mode == "live")
+    before = num_timed()
+    for letter in "abc":
+        await cluster.http.post("/v1/completions", json={"prompt": letter * 100, "max_tokens": 2})
+    await until(cluster.index_is_true)
+    await until(lambda: num_timed() >= before + 3)
+    assert worker.cache.last_seq >= 3

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import random
+import time
 from array import array
 from collections.abc import Callable
 from concurrent.futures import Future
@@ -337,3 +338,34 @@ def test_generations_sort_by_the_time_of_their_boot() -> None:
     names = [new_generation(now_s) for now_s in (0.001, 1.0, 1_700_000_000.0, 4_000_000_000.0)]
     assert names == sorted(names)
     assert len(names[0]) == 12 + 1 + 6
+
+
+async def test_a_router_that_wants_a_newer_snapshot_gets_one_with_the_next_heartbeat(valkey_url: str) -> None:
+    source = await Source(valkey_url).start()
+    await until(source.agrees)  # the first snapshot is there, of an empty cache
+    source.work(20)
+    await until(source.agrees)
+    wanted = f"wf:{{{source.fleet}}}:wanted:w0:{source.generation}"
+    old = decode_snapshot(await source.redis.get(source.key("snapshot")))
+    assert old.seq < source.cache.last_seq
+    await source.redis.set(wanted, b"1", px=60_000)
+
+    async def is_newer() -> bool:
+        return decode_snapshot(await source.redis.get(source.key("snapshot"))).seq == source.cache.last_seq
+
+    await until(is_newer)
+    assert not await source.redis.exists(wanted)
+    assert await source.agrees()
+    await source.stop()
+
+
+async def test_each_entry_tells_when_its_events_were_made(valkey_url: str) -> None:
+    source = await Source(valkey_url).start()
+    before = time.time_ns() // 1_000_000
+    source.work(5)
+    await until(source.agrees)
+    after = time.time_ns() // 1_000_000
+    entries = await source.redis.xrange(source.key("events"))
+    assert entries
+    assert all(before <= int(fields[b"t"]) <= after for _, fields in entries)
+    await source.stop()
