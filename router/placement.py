@@ -95,9 +95,8 @@ class Placement:
             missing_keys = keys[depths[chosen.replica] :]
         if keys and len(caches) > _MAX_EXACT:
             self._remember(keys[0], chosen.replica)
-        return Placed(
-            decision, self._loads.charge(chosen.replica, num_tokens - chosen.matched_tokens, missing_keys, now)
-        )
+        ticket = self._loads.charge(chosen.replica, chosen.work_tokens(num_tokens), missing_keys, now)
+        return Placed(decision, ticket)
 
     def preview(
         self,
