@@ -27,7 +27,8 @@ log = logging.getLogger(__name__)
 
 _FIELD = b"b"
 _TOTALS_PERIOD_S = 0.05  # while something changes
-_STEPS_PERIOD_S = 0.002  # steps that come closer together share an entry
+_STEPS_PERIOD_S = 0.004  # steps that come closer together share an entry
+_READ_PERIOD_S = 0.002  # entries that come closer together share a read
 _LOOKS_PER_HEARTBEAT = 4
 _READ_BLOCK_MS = 100
 _READ_COUNT = 512
@@ -57,6 +58,7 @@ class SharedLoad:
         """Say that this router is there and hear of the others once, so that the first decision knows their load."""
         try:
             await self._write(with_totals=True)
+            await self._enlist()
             await self._look()
             await self._read(block_ms=1)
         except (RedisError, OSError) as error:
@@ -98,9 +100,11 @@ class SharedLoad:
         while not self._is_stopped:
             try:
                 if time.monotonic() >= look_at_s:
+                    await self._enlist()
                     await self._look()
                     look_at_s = time.monotonic() + self._heartbeat_s / _LOOKS_PER_HEARTBEAT
-                await self._read(_READ_BLOCK_MS)
+                if await self._read(_READ_BLOCK_MS):
+                    await asyncio.sleep(_READ_PERIOD_S)
                 pause_s = _FIRST_RETRY_S
             except (RedisError, OSError) as error:
                 if self._cursor:
@@ -124,18 +128,23 @@ class SharedLoad:
 
     async def _write(self, with_totals: bool) -> None:
         steps = self._journal.take()  # what cannot be sent is in the next totals
-        pipe = self._client.pipeline(transaction=False)
+        batch: Any = None
+        totals = None
         if steps and len(self.peers):
-            data = batch_of(self._router, self._boot, steps).SerializeToString()
-            pipe.xadd(self._keys.dispatch, {_FIELD: data}, maxlen=_STREAM_LENGTH, approximate=True)
+            batch = {_FIELD: batch_of(self._router, self._boot, steps).SerializeToString()}
         if with_totals:
-            data = totals_of(self._loads, self._boot).SerializeToString()
-            pipe.set(self._keys.load(self._router), data, px=self._lease_ms)
-            pipe.sadd(self._keys.routers, self._router)
-            for key in (self._keys.routers, self._keys.dispatch):
-                pipe.pexpire(key, 10 * self._lease_ms)
-        if len(pipe):
-            await pipe.execute()
+            totals = totals_of(self._loads, self._boot).SerializeToString()
+        # One command at a time: a pipeline of two costs this process more than both.
+        if batch is not None:
+            await self._client.xadd(self._keys.dispatch, batch, maxlen=_STREAM_LENGTH, approximate=True)
+        if totals is not None:
+            await self._client.set(self._keys.load(self._router), totals, px=self._lease_ms)
+
+    async def _enlist(self) -> None:
+        """Be on the list of routers, and keep the shared keys alive."""
+        await self._client.sadd(self._keys.routers, self._router)
+        for key in (self._keys.routers, self._keys.dispatch):
+            await self._client.pexpire(key, 10 * self._lease_ms)
 
     async def _look(self) -> None:
         """Read everybody's totals."""
@@ -154,8 +163,8 @@ class SharedLoad:
                 log.warning("bad load of a router router=%s error=%r", name, str(error))
         self.peers.observe(totals, time.monotonic())
 
-    async def _read(self, block_ms: int) -> None:
-        """Read on in the stream; return when there was something new, or after ``block_ms``."""
+    async def _read(self, block_ms: int) -> bool:
+        """Read on in the stream; return when there was something new, or after ``block_ms``, and which."""
         if not self._cursor:
             seconds, _ = await self._client.time()
             self._cursor = f"{max(0, seconds * 1000 - _HISTORY_MS)}-0"
@@ -169,3 +178,4 @@ class SharedLoad:
                     self.peers.take(router_pb2.DispatchBatch.FromString(fields[_FIELD]), now)
                 except (DecodeError, KeyError) as error:
                     log.warning("bad dispatch entry entry=%s error=%r", self._cursor, str(error))
+        return bool(reply)
