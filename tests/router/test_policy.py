@@ -288,3 +288,10 @@ def test_in_a_large_fleet_new_prompts_spread() -> None:
         placement.place(640, HashScheme().keys([number, *range(639)]), 16, caches, 0)
     in_flight = [placement._loads.of(name).in_flight for name in caches]
     assert max(in_flight) <= 4
+
+
+def test_the_sticky_setting_goes_on_waiting_for_a_holder_where_the_default_takes_a_copy() -> None:
+    holder = Candidate("holder", matched_tokens=90, waiting_tokens=100, waiting_requests=1, speed=100)
+    idle = Candidate("idle", speed=100)
+    assert decide("warmfront", 100, holder, idle).chosen.replica == "idle"
+    assert decide("warmfront_sticky", 100, holder, idle).chosen.replica == "holder"
