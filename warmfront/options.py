@@ -136,7 +136,7 @@ _TABLE: tuple[Flag | str, ...] = (
     Flag(
         "redis", str, "redis:// or rediss:// URL. `up` embeds a Valkey where it is absent.", "redis_url", mask=mask_url
     ),
-    Flag("replica-id", str, "The name under which this worker registers; a restart keeps it."),
+    Flag("replica-id", str, "The name under which this worker registers. Default: host name and a random suffix."),
     Flag("router-id", str, "The name under which this router publishes its load."),
     "Addresses and access",
     Flag("http-port", PORT, "Port of the OpenAI HTTP API; 0 takes any free one."),

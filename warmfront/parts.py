@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import secrets
 import socket
 from dataclasses import replace
 from typing import Any
@@ -41,7 +42,7 @@ def worker(*, plan: bool, count: int, **params: Any) -> int:
             raise WrongUse(str(error)) from error
         return 0
     _need_redis(params)
-    config = fill(WorkerConfig, {"replica_id": socket.gethostname(), **_given(params)})
+    config = fill(WorkerConfig, {"replica_id": _new_replica_id(), **_given(params)})
     from worker.main import run_workers
 
     return run_workers(_copies(config, count))
@@ -92,6 +93,11 @@ def _copies(config: WorkerConfig, count: int) -> list[WorkerConfig]:
         )
         for number in range(count)
     ]
+
+
+def _new_replica_id() -> str:
+    """This host's name, and what keeps two workers of it apart: a newer boot of one id ends the older one."""
+    return f"{socket.gethostname()}-{secrets.token_hex(3)}"
 
 
 def _given(params: dict[str, Any]) -> dict[str, Any]:

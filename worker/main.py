@@ -26,7 +26,7 @@ from warmfront_pb.v1 import common_pb2
 
 from cache.block_hash import HashScheme
 from cache.prefix_cache import PrefixCache
-from worker.config import WorkerConfig
+from worker.config import ConfigError, WorkerConfig
 from worker.detokenizer import TokenTable
 from worker.engine import Engine, StepReport
 from worker.metrics import WorkerMetrics
@@ -139,6 +139,7 @@ class Worker:
         """From start to exit code. What goes wrong is logged, not raised."""
         reporting: asyncio.Task[None] | None = None
         try:
+            self._check_model_exists()
             await self._listen()
             self._reporter = self._make_reporter()
             await self._reporter.connect()
@@ -160,6 +161,12 @@ class Worker:
         return code
 
     # Up
+
+    def _check_model_exists(self) -> None:
+        """Before anything is registered: a worker that cannot serve takes no id from one that does."""
+        model = self._config.model
+        if self._config.engine == "model" and model is not None and not model.exists():
+            raise ConfigError(f"--model {model}: there is no such file or folder")
 
     async def _listen(self) -> None:
         config = self._config

@@ -261,3 +261,15 @@ def test_the_last_line_of_the_log_says_why_it_ended() -> None:
     _, log = process.communicate(timeout=60)
     assert process.returncode == EXIT_WRONG_USE
     assert "cannot use Redis at 127.0.0.1:1" in log.strip().splitlines()[-1]
+
+
+async def test_a_model_that_is_not_there_ends_a_worker_before_it_takes_a_living_one_s_id(valkey_url: str) -> None:
+    config = config_for(valkey_url)
+    async with serve(config) as served:
+        other = Worker(config_for(valkey_url, fleet=config.fleet, model=Path("/nowhere")))
+        assert await other.run() == EXIT_WRONG_USE
+        assert other.replica.fault == "--model /nowhere: there is no such file or folder"
+        assert (await served.client.generate(PROMPT, sampling={"max_tokens": 1})).token_ids
+        lease = await lease_of(config)
+        assert lease is not None
+        assert lease.generation == served.worker.replica.generation
