@@ -22,6 +22,7 @@ log = logging.getLogger(__name__)
 
 MAX_STRIKES = 3
 _DEAD = "DEAD"
+_RESTARTING = "RESTARTING"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,10 +51,17 @@ class WorkerHealth:
     """One worker's record. Plain data: the clock is passed in."""
 
     started_s: float
+    boot: int = 0  # its process; 0: not known yet
     has_served: bool = False
     strikes: int = 0
     restarts: int = 0
     last_error: str = ""
+
+    def begin_boot(self, now: float, boot: int = 0) -> None:
+        """It starts anew, in process ``boot`` once that is known: until it serves it may take its time again."""
+        self.started_s, self.boot = now, boot
+        self.has_served = False
+        self.strikes = 0
 
     def observe(self, error: str, now: float, start_timeout_s: float) -> bool:
         """Take one look's outcome ("" is well); whether the worker must be killed."""
@@ -67,10 +75,8 @@ class WorkerHealth:
         self.strikes += 1
         if self.strikes < MAX_STRIKES:
             return False
-        self.strikes = 0
         self.restarts += 1
-        self.started_s = now
-        self.has_served = False
+        self.begin_boot(now)
         return True
 
 
@@ -151,7 +157,11 @@ class Controller:
             answer, error = self._answer_of(pings[worker.spec.name])
             if answer.get("state") == "GONE":
                 self._let_go(worker)
-            elif worker.health.observe(error, time.monotonic(), self._timing.start_timeout_s):
+                continue
+            health, now, boot = worker.health, time.monotonic(), answer.get("pid", 0)
+            if boot not in (0, health.boot) or (health.has_served and answer.get("state") == _RESTARTING):
+                health.begin_boot(now, boot)
+            if health.observe(error, now, self._timing.start_timeout_s):
                 log.error("worker is replaced worker=%s error=%r", worker.spec.name, error)
                 if answer.get("state") == _DEAD:  # Ray makes no new one when the first could not even be made
                     worker.handle = self._launch_worker(worker.spec)
@@ -174,6 +184,8 @@ class Controller:
         except ray.exceptions.ActorDiedError as error:
             ended_itself = "INTENDED_USER_EXIT" in str(error)  # Ray's word for exit_actor
             return {"state": "GONE" if ended_itself else _DEAD}, f"its actor died: {error}"
+        except ray.exceptions.ActorUnavailableError:
+            return {"state": _RESTARTING}, "Ray starts it again"
         except ray.exceptions.RayError as error:
             return {}, f"ping failed: {type(error).__name__}"
         address = answer.get("address", "")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -17,12 +18,14 @@ from router.controller import WorkerSpec
 
 
 class RayWorker:
-    def __init__(self, needs: str | None = None) -> None:
+    def __init__(self, needs: str | None = None, loads_s: float = 0) -> None:
         if needs is not None and not Path(needs).exists():
             raise FileNotFoundError(needs)
         self._server = grpc.server(ThreadPoolExecutor(2))
         servicer = health.HealthServicer()
-        servicer.set("", health_pb2.HealthCheckResponse.SERVING)
+        servicer.set("", health_pb2.HealthCheckResponse.NOT_SERVING)
+        serving = (servicer.set, ("", health_pb2.HealthCheckResponse.SERVING))
+        threading.Timer(loads_s, *serving).start()
         health_pb2_grpc.add_HealthServicer_to_server(servicer, self._server)
         self._address = f"127.0.0.1:{self._server.add_insecure_port('127.0.0.1:0')}"
         self._server.start()
@@ -40,4 +43,4 @@ class RayWorker:
 
 def launch(spec: WorkerSpec) -> Any:
     options = {"name": spec.name, "lifetime": "detached", "max_restarts": -1, "num_cpus": 0, "get_if_exists": True}
-    return ray.remote(RayWorker).options(**options).remote(spec.settings.get("needs"))
+    return ray.remote(RayWorker).options(**options).remote(**spec.settings)

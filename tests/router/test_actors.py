@@ -35,6 +35,15 @@ def test_a_good_answer_takes_strikes_back() -> None:
     assert not health.observe("hung", 5, 100)
 
 
+def test_a_new_process_may_take_its_time_again() -> None:
+    health = WorkerHealth(started_s=0)
+    health.observe("", 1, 100)
+    assert [health.observe("hung", 2, 100) for _ in range(MAX_STRIKES - 1)] == [False, False]
+    health.begin_boot(now=200, boot=7)
+    assert not any(health.observe("loading", now, start_timeout_s=100) for now in range(201, 300))
+    assert (health.strikes, health.restarts) == (0, 0)
+
+
 @pytest.fixture(scope="module")
 def local_ray() -> Iterator[None]:
     os.environ.update(RAY_USAGE_STATS_ENABLED="0", RAY_worker_niceness="0", RAY_ENABLE_UV_RUN_RUNTIME_ENV="0")
@@ -113,6 +122,27 @@ def test_the_controller_replaces_a_worker_that_hangs(local_ray: None) -> None:
     assert ray.get(worker.ping.remote())["pid"] != pid
     ray.get(controller.set_workers.remote([]))
     assert ray.get(controller.report.remote()) == []
+    ray.kill(controller)
+
+
+def test_a_killed_worker_that_loads_for_longer_than_the_strikes_starts_once(local_ray: None) -> None:
+    from router.controller import WatchTiming, WorkerSpec, start_controller
+    from tests.fakes.ray_worker import launch
+
+    timing = WatchTiming(period_s=0.1, deadline_s=0.2, start_timeout_s=60)
+    spec = WorkerSpec(name="slow", settings={"loads_s": 2.0})
+    controller = start_controller(launch, [spec], name="controller-3", timing=timing)
+
+    def is_serving() -> bool:
+        (one,) = ray.get(controller.report.remote())
+        return bool(one["is_serving"])
+
+    wait_for(is_serving)
+    os.kill(ray.get(ray.get_actor("slow").ping.remote())["pid"], 9)
+    wait_for(lambda: not is_serving())
+    wait_for(is_serving)
+    assert ray.get(controller.report.remote())[0]["restarts"] == 0
+    ray.get(controller.set_workers.remote([]))
     ray.kill(controller)
 
 
