@@ -128,6 +128,7 @@ class RayActors:
             RAY_USAGE_STATS_ENABLED="0",
             RAY_ENABLE_UV_RUN_RUNTIME_ENV="0",
             RAY_worker_niceness="0",  # actors would run at nice 15
+            RAY_memory_monitor_refresh_ms="0",  # it kills replicas of a full machine without a word; the OS decides
             RAY_DISABLE_FAILURE_SIGNAL_HANDLER="1",  # it prints a stack and dies at SIGTERM, which is ours to handle
         )
         import ray  # not earlier: it reads those when it is imported
