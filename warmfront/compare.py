@@ -157,10 +157,9 @@ def uncached_cluster(settings: dict[str, Any]) -> Iterator[Client]:
     """A cluster of one worker that keeps nothing, for the length of the block."""
     with tempfile.TemporaryDirectory(prefix="wf-compare-") as folder:
         config, ready, log = (Path(folder) / name for name in ("up.yaml", "ready.json", "up.log"))
-        own = {"replicas": 1, "routers": 1, "http_port": 0, "grpc_port": 0, "fleet": "compare", "without_ray": True}
-        write_private(
-            config, yaml.safe_dump({**settings, **own, "enable_prefix_caching": False, "ready_file": str(ready)})
-        )
+        own = {"replicas": 1, "routers": 1, "http_port": 0, "grpc_port": 0, "metrics_port": None, "listen": "127.0.0.1"}
+        own |= {"fleet": "compare", "without_ray": True, "enable_prefix_caching": False, "ready_file": str(ready)}
+        write_private(config, yaml.safe_dump({**settings, **own}))
         with log.open("wb") as output:
             process = subprocess.Popen(
                 [sys.executable, "-m", "warmfront", "up", "--config", str(config)],

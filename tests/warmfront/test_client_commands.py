@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import socket
 from pathlib import Path
 
 import pytest
@@ -8,7 +9,7 @@ import pytest
 from tests.fakes.http_router import FakeRouter
 from tests.warmfront.conftest import Cli
 from warmfront.client import Answer, Client
-from warmfront.compare import COLUMNS, Row, read_prompts, verdict
+from warmfront.compare import COLUMNS, Row, read_prompts, uncached_cluster, verdict
 from warmfront.errors import WrongUse
 from warmfront.store import free_port
 
@@ -146,6 +147,16 @@ def test_the_verdict_of_compare_adds_up() -> None:
 def test_compare_needs_to_know_the_model_of_a_cluster_that_runs_elsewhere(cli: Cli, router: FakeRouter) -> None:
     result = cli("compare", "--url", router.url)
     assert (result.exit_code, "--model" in result.err) == (2, True)
+
+
+def test_the_cluster_that_compare_starts_takes_no_port_of_the_first_one(temp_root: Path) -> None:
+    with socket.socket() as first:
+        first.bind(("127.0.0.1", 0))
+        first.listen()
+        settings = {"engine": "simulated", "kv_blocks": 100, "metrics_port": first.getsockname()[1], "listen": "::1"}
+        with uncached_cluster(settings) as client:
+            assert client.is_ready()
+            assert "127.0.0.1" in client.url
 
 
 def test_an_address_that_is_none_is_refused() -> None:
