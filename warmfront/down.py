@@ -8,6 +8,7 @@ from pathlib import Path
 
 import click
 
+from warmfront.client import Client
 from warmfront.errors import Failure, WrongUse
 from warmfront.run_dir import RunDir, all_run_dirs, wait_gone
 
@@ -15,24 +16,30 @@ DRAIN_DEADLINE_S = 60.0
 
 
 @click.command()
-@click.option(
-    "--ready-file",
-    type=click.Path(path_type=Path),
-    help="The cluster that wrote this file. Default: the only one here.",
-)
+@click.option("--ready-file", type=click.Path(path_type=Path), help="The cluster that wrote this file.")
+@click.option("--url", help="The cluster whose HTTP address this is.")
 @click.option("--all", "everything", is_flag=True, help="Every cluster of this user on this machine.")
-def down(*, ready_file: Path | None, everything: bool) -> None:
-    """End a cluster on this machine, or remove what a killed `up` left: processes, Ray session, files."""
+def down(*, ready_file: Path | None, url: str | None, everything: bool) -> None:
+    """End a cluster on this machine, or remove what a killed `up` left: processes, Ray session, files.
+
+    Without an option: whatever killed ones left; where nothing was left, the cluster that runs, if it is the only one.
+    """
+    if sum((ready_file is not None, url is not None, everything)) > 1:
+        raise WrongUse("give --ready-file, --url or --all, not two of them")
     clusters = all_run_dirs()
-    if ready_file is not None:
-        clusters = [_of_ready_file(ready_file, clusters)]
-    elif len(clusters) > 1 and not everything:
-        names = ", ".join(f"{cluster.path} ({cluster.cluster.get('http', 'not ready')})" for cluster in clusters)
-        raise WrongUse(f"{len(clusters)} clusters are here; say --all or --ready-file FILE: {names}")
-    if not clusters:
+    if not clusters and ready_file is None and url is None:
         click.echo("No cluster of yours is on this machine.")
-    for cluster in clusters:
+    if ready_file is not None:
+        chosen = [_of_ready_file(ready_file, clusters)]
+    elif url is not None:
+        chosen = [_of_url(url, clusters)]
+    else:
+        chosen = clusters if everything else _only(clusters)
+    for cluster in chosen:
         end(cluster)
+    left = [cluster for cluster in clusters if cluster not in chosen and cluster.owner()]
+    if left and ready_file is None and url is None:
+        click.echo(f"still running: {_names(left)}; end one by --url or --ready-file, or --all")
 
 
 def end(cluster: RunDir) -> None:
@@ -48,6 +55,25 @@ def end(cluster: RunDir) -> None:
         raise Failure(f"cannot remove {cluster.path}: look who holds it")
     how = "stopped" if owner is not None else f"removed what was left of it ({len(ended)} processes)"
     click.echo(f"{name}: {how}")
+
+
+def _only(clusters: list[RunDir]) -> list[RunDir]:
+    """Those whose `up` is dead; else the only one. Raises ``WrongUse`` when several run."""
+    dead = [cluster for cluster in clusters if cluster.owner() is None]
+    if not dead and len(clusters) > 1:
+        raise WrongUse(f"{len(clusters)} clusters run here; choose by --url, --ready-file or --all: {_names(clusters)}")
+    return dead or clusters
+
+
+def _names(clusters: list[RunDir]) -> str:
+    return ", ".join(cluster.cluster.get("http", f"{cluster.path} (starting)") for cluster in clusters)
+
+
+def _of_url(url: str, clusters: list[RunDir]) -> RunDir:
+    for cluster in clusters:
+        if cluster.cluster.get("http") == Client(url).url:
+            return cluster
+    raise WrongUse(f"--url {url}: no cluster of yours here has that address; there is {_names(clusters) or 'none'}")
 
 
 def _of_ready_file(path: Path, clusters: list[RunDir]) -> RunDir:

@@ -110,11 +110,34 @@ def test_down_removes_what_a_killed_up_left(cli: Cli, temp_root: Path, sleeper: 
     assert "No cluster" in cli("down").out
 
 
-def test_down_asks_which_one_when_there_are_two(cli: Cli, temp_root: Path) -> None:
+def live_cluster(path: Path, up: subprocess.Popen[bytes], http: str) -> RunDir:
+    run_dir = dead_cluster(path)
+    run_dir.processes, run_dir.cluster = [Process.of("up", up.pid)], {"http": http}
+    run_dir.save()
+    return run_dir
+
+
+def test_down_removes_the_dead_and_leaves_who_lives(
+    cli: Cli, temp_root: Path, sleeper: subprocess.Popen[bytes]
+) -> None:
+    live = live_cluster(temp_root / "wf-live", sleeper, "http://127.0.0.1:8001")
     for name in ("wf-1", "wf-2"):
         dead_cluster(temp_root / name)
     result = cli("down")
-    assert (result.exit_code, "--all" in result.err) == (2, True)
+    assert (result.exit_code, result.out.count("removed")) == (0, 2)
+    assert "still running: http://127.0.0.1:8001; end one by --url or" in result.out
+    assert (all_run_dirs(), sleeper.poll()) == ([live], None)
+
+
+def test_down_asks_which_one_when_two_run(cli: Cli, temp_root: Path, sleeper: subprocess.Popen[bytes]) -> None:
+    for port in (8001, 8002):
+        live_cluster(temp_root / f"wf-{port}", sleeper, f"http://127.0.0.1:{port}")
+    result = cli("down")
+    assert (result.exit_code, "--all: http://127.0.0.1:8001, http://127.0.0.1:8002" in result.err) == (2, True)
+    assert cli("down", "--url", "http://127.0.0.1:8003").exit_code == 2
+    assert sleeper.poll() is None
+    assert cli("down", "--url", "http://127.0.0.1:8002/").exit_code == 0
+    assert [run_dir.path.name for run_dir in all_run_dirs()] == ["wf-8001"]
     assert cli("down", "--all").exit_code == 0
     assert all_run_dirs() == []
 
