@@ -126,9 +126,12 @@ class Dispatcher:
             decision = self._placement.preview(num_tokens, keys, self._block_size, caches, now, session)
         return self._record("", num_tokens, keys, decision, passed_over)
 
-    def ended(self, request_id: str, status: str, work: Work | None, route: Route) -> None:
-        """Count a request and write its line, whatever became of it. ``status`` is a gRPC status name."""
+    def count(self, status: str) -> None:
+        """Count one request of a client, which may have had several prompts. ``status`` is a gRPC status name."""
         self._metrics.requests.labels(status).inc()
+
+    def ended(self, request_id: str, status: str, work: Work | None, route: Route) -> None:
+        """Write a request's line, whatever became of it. ``status`` is a gRPC status name."""
         if work is None:
             log.info("request request=%s status=%s", request_id, status)
             return

@@ -4,9 +4,9 @@ import asyncio
 import logging
 import socket
 import time
-from collections.abc import AsyncGenerator, Awaitable, Coroutine
+from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine
 from contextlib import AsyncExitStack, aclosing, nullcontext
-from typing import Any, TypeVar
+from typing import Any, TypeAlias, TypeVar
 
 import msgspec
 import uvicorn
@@ -111,14 +111,20 @@ class HttpFront:
     # Inference
 
     async def _chat(self, http: Request) -> Response:
-        body = openai_api.parse(await self._body(http), openai_api.ChatBody)
-        answer = _Answer(self, http, body, [openai_api.chat_request(body)], is_chat=True)
-        return await answer.respond()
+        return await self._complete(http, _read_chat, is_chat=True)
 
     async def _completions(self, http: Request) -> Response:
-        body = openai_api.parse(await self._body(http), openai_api.CompletionBody)
-        answer = _Answer(self, http, body, openai_api.completion_requests(body), is_chat=False)
-        return await answer.respond()
+        return await self._complete(http, _read_completion, is_chat=False)
+
+    async def _complete(self, http: Request, read: Callable[[bytes], "_Asked"], *, is_chat: bool) -> Response:
+        request_id = request_id_of(http.headers.get("x-request-id"))
+        try:
+            body, requests = read(await self._body(http))
+        except RouterError as error:
+            self._dispatcher.count(error.status)
+            self._dispatcher.ended(request_id, error.status, None, Route())
+            return _error_response(error, {"x-request-id": request_id})
+        return await _Answer(self, http, request_id, body, requests, is_chat=is_chat).respond()
 
     async def _body(self, http: Request) -> bytes:
         limit = self._config.max_body_bytes
@@ -193,6 +199,19 @@ class HttpFront:
         return Response(self._metrics.text(), media_type="text/plain; version=0.0.4; charset=utf-8")
 
 
+_Asked: TypeAlias = tuple[openai_api.ChatBody | openai_api.CompletionBody, list[inference_pb2.GenerateRequest]]
+
+
+def _read_chat(data: bytes) -> _Asked:
+    body = openai_api.parse(data, openai_api.ChatBody)
+    return body, [openai_api.chat_request(body)]
+
+
+def _read_completion(data: bytes) -> _Asked:
+    body = openai_api.parse(data, openai_api.CompletionBody)
+    return body, openai_api.completion_requests(body)
+
+
 class _DrainBody(msgspec.Struct):
     replica: str
     deadline_ms: int = 0
@@ -220,6 +239,7 @@ class _Answer:
         self,
         front: HttpFront,
         http: Request,
+        request_id: str,
         body: openai_api.ChatBody | openai_api.CompletionBody,
         requests: list[inference_pb2.GenerateRequest],
         *,
@@ -230,7 +250,7 @@ class _Answer:
         self._body = body
         self._requests = requests
         self._is_chat = is_chat
-        self._request_id = request_id_of(http.headers.get("x-request-id"))
+        self._request_id = request_id
         self._session = http.headers.get("x-warmfront-session", "") or body.prompt_cache_key or ""
         trusts = front._config.trust_tenant_header
         self._tenant = http.headers.get("x-warmfront-tenant", "") if trusts else ""
@@ -264,6 +284,23 @@ class _Answer:
         return dict(self._route.headers(self._request_id, self._front._config.policy))
 
     async def _messages(self) -> AsyncGenerator[inference_pb2.GenerateResponse, None]:
+        """The messages of all prompts; when they end, however that is, the request is counted, once."""
+        status = "CANCELLED"
+        try:
+            async with aclosing(self._merged()) as messages:
+                async for message in messages:
+                    yield message
+            status = "OK"
+        except RouterError as error:
+            status = error.status
+            raise
+        except Exception:
+            status = "INTERNAL"
+            raise
+        finally:
+            self._front._dispatcher.count(status)
+
+    async def _merged(self) -> AsyncGenerator[inference_pb2.GenerateResponse, None]:
         """The messages of all prompts as they come, with their choices numbered through."""
         if len(self._requests) == 1:
             async with aclosing(self._one(0)) as only:

@@ -151,6 +151,7 @@ class GrpcFront:
             log.exception("a request failed inside the router request=%s", request_id)
             await _abort(context, RouterError("the router failed; its log has the reason"))
         finally:
+            self._dispatcher.count(status)
             self._dispatcher.ended(request_id, status, work, route)
 
     async def _list_models(

@@ -307,3 +307,25 @@ async def test_the_operator_s_paths(two: Cluster) -> None:
     assert (await two.http.post("/v1/drain", json={})).status_code == 400
     assert (await two.http.get("/v1/models/simulated")).json()["id"] == "simulated"
     assert (await two.http.get("/v1/models/other")).status_code == 404
+
+
+async def test_each_answered_request_is_counted_once_by_its_code(two: Cluster) -> None:
+    bodies = [
+        COMPLETION,
+        {**COMPLETION, "prompt": ["a", "b", "c"]},
+        {**COMPLETION, "stream": True},
+        {**COMPLETION, "echo": True},
+        {**COMPLETION, "temperature": "hot"},
+        {**COMPLETION, "temperature": -1},
+        {**COMPLETION, "model": "gpt-9"},
+    ]
+    for body in bodies:
+        await two.http.post("/v1/completions", json=body)
+    text = (await two.http.get("/metrics")).text
+    counted = dict(line.rsplit(" ", 1) for line in text.splitlines() if line.startswith("warmfront_router_requests_t"))
+    assert counted == {
+        'warmfront_router_requests_total{code="OK"}': "3.0",
+        'warmfront_router_requests_total{code="UNIMPLEMENTED"}': "1.0",
+        'warmfront_router_requests_total{code="INVALID_ARGUMENT"}': "2.0",
+        'warmfront_router_requests_total{code="NOT_FOUND"}': "1.0",
+    }
