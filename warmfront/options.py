@@ -151,9 +151,11 @@ _TABLE: tuple[Flag | str, ...] = (
     Flag("advertise", str, "Host or host:port that routers use, where it differs from the one listened on."),
     Flag("insecure-listen", click.BOOL, "Allow plain text beyond loopback."),
     Flag("worker-token-file", str, "File with the secret that routers and workers share.", "worker_token", read_secret),
-    Flag("tls-cert", str, "Certificate of the public servers."),
-    Flag("tls-key", str, "Its key."),
-    Flag("tls-client-ca", str, "Ask clients for a certificate of this authority."),
+    Flag("tls-cert", str, "Certificate of the public servers. Not supported by this version: refused."),
+    Flag("tls-key", str, "Its key. Not supported by this version: refused."),
+    Flag(
+        "tls-client-ca", str, "Ask clients for a certificate of this authority. Not supported by this version: refused."
+    ),
     Flag("reuse-port", click.BOOL, "Share the public ports with other routers of this machine."),
     Flag("trust-tenant-header", click.BOOL, "Take x-warmfront-tenant from the client."),
     "Placement",

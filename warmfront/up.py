@@ -8,6 +8,7 @@ import json
 import os
 import re
 import secrets
+import shutil
 import signal
 import socket
 import sys
@@ -154,6 +155,17 @@ def probe_port(host: str, port: int, flag: str) -> None:
             probe.bind((host, port))
         except OSError as error:
             raise WrongUse(f"{flag} {port}: {os.strerror(error.errno or 0)} on {host}; choose another one") from error
+
+
+def typed_command() -> str:
+    """How a person types ``warmfront`` here: its path, from this folder if it is below, where PATH does not have it."""
+    script = Path(sys.executable).with_name("warmfront")
+    found = shutil.which("warmfront")
+    if found is not None and (not script.exists() or Path(found).samefile(script)):
+        return "warmfront"
+    if not script.exists():
+        return f"{sys.executable} -m warmfront"
+    return str(script.relative_to(Path.cwd()) if script.is_relative_to(Path.cwd()) else script)
 
 
 class _Cluster:
@@ -402,11 +414,12 @@ class _Cluster:
             f"  curl {self._http}/v1/chat/completions -H 'content-type: application/json' \\",
             f'    -d \'{{"model": "{model}", "messages": [{{"role": "user", "content": "Hello!"}}]}}\'',
             "",
+            "  pip install openai",
             f'  python -c \'from openai import OpenAI; print(OpenAI(base_url="{self._http}/v1", api_key="none")'
             f'.chat.completions.create(model="{model}", '
             f'messages=[{{"role": "user", "content": "Hello!"}}]).choices[0].message.content)\'',
             "",
-            "  warmfront chat, status and compare, in another terminal, show what the cache does.",
+            f"  In another terminal {typed_command()} chat, status and compare show what the cache does.",
             "  Ctrl-C stops everything and leaves nothing behind.",
         ]
         self._out.print(Text("\n".join(lines)))

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import socket
+import sys
 from pathlib import Path
 
 import pytest
@@ -10,7 +11,7 @@ from warmfront.options import UpConfig
 from warmfront.processes import LONGEST_BACKOFF_S, backoff_s
 from warmfront.run_dir import RUN_DIR_ENV, RunDir, all_run_dirs
 from warmfront.store import EmbeddedValkey, check_redis, free_port
-from warmfront.up import on_as_many_gpus
+from warmfront.up import on_as_many_gpus, typed_command
 
 PORTS = ("--http-port", "0", "--grpc-port", "0")
 
@@ -92,6 +93,22 @@ def test_the_embedded_valkey_is_private_and_ends_with_its_cluster(temp_root: Pat
     valkey.stop()  # waits for the last of its threads
     assert not valkey.is_running()
     assert RunDir.load(run_dir.path) is None
+
+
+def test_the_command_that_up_names_can_be_typed(temp_root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    bin_dir = temp_root / ".venv" / "bin"
+    bin_dir.mkdir(parents=True)
+    for name in ("python", "warmfront"):
+        (bin_dir / name).touch(mode=0o755)
+    monkeypatch.setattr(sys, "executable", str(bin_dir / "python"))
+    monkeypatch.setenv("PATH", "/usr/bin")
+    assert typed_command() == str(bin_dir / "warmfront")
+    monkeypatch.chdir(temp_root)
+    assert typed_command() == ".venv/bin/warmfront"
+    monkeypatch.setenv("PATH", str(bin_dir))
+    assert typed_command() == "warmfront"
+    (bin_dir / "warmfront").unlink()
+    assert typed_command() == f"{bin_dir}/python -m warmfront"
 
 
 def test_restarts_wait_longer_each_time() -> None:
