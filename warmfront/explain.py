@@ -8,11 +8,10 @@ from typing import Any
 
 import click
 from rich.console import Group, RenderableType
-from rich.table import Table
 from rich.text import Text
 
 from warmfront.client import Client, url_option
-from warmfront.console import stdout
+from warmfront.console import Grid, stdout
 from warmfront.errors import WrongUse
 
 REASONS = {
@@ -60,10 +59,11 @@ def decisions_table(explanations: list[dict[str, Any]]) -> RenderableType:
     """One line per decision, newest first."""
     if not explanations:
         return Text("this router has placed no request yet")
-    table = _table("at", "request", "prompt", "matched", "cached", "TTFT ms", "replica", "why", left=(0, 1, 6, 7))
+    columns = ("at", "request", "prompt", "matched", "cached", "TTFT ms", "replica", "why")
+    table = Grid(columns, "request", left=("at", "request", "replica", "why"))
     for one in explanations:
         chosen: dict[str, Any] = next((r for r in one["replicas"] if r["replica"] == one["chosen"]), {})
-        table.add_row(
+        row = (
             time.strftime("%H:%M:%S", time.localtime(one["decided_at_s"])),
             one["request_id"],
             f"{one['prompt_tokens']:,}",
@@ -73,6 +73,7 @@ def decisions_table(explanations: list[dict[str, Any]]) -> RenderableType:
             one["chosen"] or "-",
             one["reason"],
         )
+        table.rows.append(row)
     return table
 
 
@@ -83,31 +84,21 @@ def decision_table(one: dict[str, Any]) -> RenderableType:
         f"{one['request_id'] or 'a request like this'}: {one['prompt_tokens']:,} tokens, {one['full_blocks']:,} blocks "
         f"of {one['block_size']}, {where} by {one['policy']}: {REASONS.get(one['reason'], one['reason'])}"
     )
-    columns = ("replica", "why", "device", "host", "pending", "waiting tok", "TTFT ms", "wait", "miss", "displaced")
-    table = _table(*columns, "cost ms", left=(0, 1))
+    blocks, costs = ("device", "host", "pending", "waiting tok"), ("TTFT ms", "wait", "miss", "displaced", "cost ms")
+    table = Grid(("replica", "why", *blocks, *costs), "replica", left=("replica", "why"))
     notes = []
     for replica in one["replicas"]:
         names = ("device_blocks", "host_blocks", "pending_blocks", "waiting_tokens")
         times = ("predicted_ttft_s", "wait_s", "miss_s", "displaced_s", "cost_s")
-        table.add_row(
-            replica["replica"],
-            Text(replica["reason"], style="green" if replica["reason"] == "chosen" else ""),
-            *(f"{replica[name]:,.0f}" for name in names),
-            *(_ms(replica[name]) for name in times),
-        )
+        why = Text(replica["reason"], style="green" if replica["reason"] == "chosen" else "")
+        numbers = (*(f"{replica[name]:,.0f}" for name in names), *(_ms(replica[name]) for name in times))
+        table.rows.append((replica["replica"], why, *numbers))
         if replica["detail"]:
             notes.append(Text(f"{replica['replica']}: {replica['detail']}"))
     if "cached_tokens" in one:
         after = f" after {_ms(one['ttft_s'])} ms" if "ttft_s" in one else ""
         notes.append(Text(f"{one['chosen']} answered{after} with {one['cached_tokens']:,} tokens from its cache"))
     return Group(Text(title, style="bold"), table, *notes)
-
-
-def _table(*columns: str, left: tuple[int, ...]) -> Table:
-    table = Table(box=None, pad_edge=False)
-    for number, name in enumerate(columns):
-        table.add_column(name, justify="left" if number in left else "right", no_wrap=True)
-    return table
 
 
 def _ms(seconds: float) -> str:

@@ -9,11 +9,10 @@ from typing import Any
 import click
 from rich.console import Group, RenderableType
 from rich.live import Live
-from rich.table import Table
 from rich.text import Text
 
 from warmfront.client import Client, url_option
-from warmfront.console import stdout
+from warmfront.console import Grid, stdout
 from warmfront.errors import DeadlinePassed, Failure
 from warmfront.options import Duration
 
@@ -83,13 +82,11 @@ def reset(*, url: str, as_json: bool) -> None:
 
 def render(answer: dict[str, Any], url: str) -> RenderableType:
     """The table of ``warmfront status``, with a verdict under it for each replica whose hit rate is low."""
-    table = Table(title=f"fleet {answer['fleet']} at {url}", title_justify="left", box=None, pad_edge=False)
     columns = ("replica", "state", "KV used / cached / all", "KiB/tok", "hits 1m", "hits", "waiting", "running")
-    for name in columns:
-        table.add_column(name, justify="left" if name in ("replica", "state") else "right", no_wrap=True)
+    table = Grid(columns, "replica", left=("replica", "state"), title=f"fleet {answer['fleet']} at {url}")
     notes = []
     for replica in answer["replicas"]:
-        table.add_row(
+        row = (
             replica["id"],
             Text(replica["state"], style=_STYLES.get(replica["state"], "")),
             " / ".join(f"{replica[key]:,}" for key in ("kv_blocks_used", "kv_blocks_cached", "kv_blocks")),
@@ -99,6 +96,7 @@ def render(answer: dict[str, Any], url: str) -> RenderableType:
             f"{replica['waiting_tokens']:,}",
             str(replica["running"]),
         )
+        table.rows.append(row)
         remarks = (replica.get(key) for key in ("hit_rate_verdict", "fault"))
         notes += [Text(f"{replica['id']}: {remark}") for remark in remarks if remark]
     if not answer["replicas"]:

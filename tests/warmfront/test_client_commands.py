@@ -1,16 +1,20 @@
 from __future__ import annotations
 
+import io
 import json
 import socket
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 
-from tests.fakes.http_router import FakeRouter
+from tests.fakes.http_router import FakeRouter, explanation, replica
 from tests.warmfront.conftest import Cli
 from warmfront.client import Answer, Client
 from warmfront.compare import COLUMNS, Row, read_prompts, uncached_cluster, verdict
 from warmfront.errors import WrongUse
+from warmfront.explain import decisions_table
+from warmfront.status import render
 from warmfront.store import free_port
 
 
@@ -185,6 +189,21 @@ def test_explain_lists_the_last_decisions_and_prints_json(cli: Cli, router: Fake
     assert (told["explanations"][0]["chosen"], router.bodies[-1]) == ("w0", {"last": 20})
     both = cli("explain", "--url", router.url, "--last", "3", "a prompt")
     assert (both.exit_code, "not two of them" in both.err) == (2, True)
+
+
+@pytest.mark.parametrize(("is_terminal", "width"), [(True, 60), (True, 200), (False, 60)])
+def test_an_id_is_never_cut(is_terminal: bool, width: int) -> None:
+    request_id = "0123456789abcdef" * 3
+    out = io.StringIO()
+    console = Console(file=out, force_terminal=is_terminal, width=width, soft_wrap=True, color_system=None)
+    console.print(decisions_table([explanation(request_id)]))
+    console.print(render({"fleet": "f", "replicas": [replica(f"worker-{request_id}")]}, "http://127.0.0.1:8000"))
+    shown = out.getvalue()
+    assert f"worker-{request_id}" in shown
+    assert shown.count(request_id) == 2
+    assert ("…" in shown, "warmest" in shown, "12 / 900 / 4,096" in shown) == (False, True, True)
+    if is_terminal:
+        assert max(map(len, shown.splitlines())) <= width
 
 
 def test_reset_says_who_did_and_fails_when_somebody_did_not(cli: Cli, router: FakeRouter) -> None:
