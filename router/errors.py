@@ -12,9 +12,17 @@ class RouterError(Exception):
 
     status: ClassVar[str] = "INTERNAL"
 
-    def __init__(self, message: str, *, param: str | None = None, retry_after_s: float | None = None) -> None:
+    def __init__(
+        self,
+        message: str,
+        *,
+        param: str | None = None,
+        code: str | None = None,
+        retry_after_s: float | None = None,
+    ) -> None:
         super().__init__(message)
         self.param = param  # the request field that is to blame
+        self.code = code or self.status.lower()  # of OpenAI's error object: its own name where it has one
         self.retry_after_s = retry_after_s
 
     @property
@@ -77,7 +85,7 @@ HTTP_STATUS: dict[str, tuple[int, str]] = {
     "UNIMPLEMENTED": (400, "invalid_request_error"),
     "FAILED_PRECONDITION": (409, "invalid_request_error"),
     "UNAUTHENTICATED": (401, "authentication_error"),
-    "NOT_FOUND": (404, "not_found_error"),
+    "NOT_FOUND": (404, "invalid_request_error"),
     "OUT_OF_RANGE": (413, "invalid_request_error"),
     "RESOURCE_EXHAUSTED": (429, "rate_limit_error"),
     "CANCELLED": (499, "cancelled"),

@@ -26,13 +26,12 @@ from router.errors import (
     HTTP_STATUS,
     BodyTooLargeError,
     InvalidRequestError,
-    NotFoundError,
     RouterError,
 )
 from router.explain import as_json, explain
 from router.fleet import Fleet
 from router.metrics import RouterMetrics
-from router.request import Work
+from router.request import Work, model_not_found
 from router.service import EXPLAIN_HEADER, request_id_of
 
 log = logging.getLogger(__name__)
@@ -148,7 +147,7 @@ class HttpFront:
     async def _model(self, http: Request) -> Response:
         name = http.path_params["name"]
         if name != self._fleet.profile.name:
-            raise NotFoundError(f"model {name!r} is not served here: use {self._fleet.profile.name!r}", param="model")
+            raise model_not_found(name, self._fleet.profile.name)
         return _json(self._model_json())
 
     def _model_json(self) -> dict[str, Any]:
@@ -554,7 +553,7 @@ def _event(value: Any) -> bytes:
 def _error_json(error: RouterError) -> dict[str, Any]:
     _, kind = HTTP_STATUS[error.status]
     return {
-        "error": {"message": error.message, "type": kind, "param": error.param, "code": error.status.lower()},
+        "error": {"message": error.message, "type": kind, "param": error.param, "code": error.code},
     }
 
 
@@ -573,9 +572,8 @@ async def _on_router_error(http: Request, error: Exception) -> Response:
 
 async def _on_http_error(http: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
-    kind = "not_found_error" if error.status_code == 404 else "invalid_request_error"
     text = f"{http.method} {http.url.path}: {error.detail}"
-    body = {"error": {"message": text, "type": kind, "param": None, "code": None}}
+    body = {"error": {"message": text, "type": "invalid_request_error", "param": None, "code": None}}
     return _json(body, dict(error.headers or {}), error.status_code)
 
 

@@ -16,6 +16,7 @@ from router.errors import InvalidRequestError, UnsupportedError
 from router.segments import pack_ids, unpack_ids
 
 MAX_PROMPTS = 64
+ROLES = ("system", "developer", "user", "assistant", "tool", "function")
 _COMPLETION_MAX_TOKENS = 16  # OpenAI's default for /v1/completions
 
 Count = Annotated[int, Meta(ge=0, le=2**32 - 1)]
@@ -42,7 +43,7 @@ class ContentPart(Struct):
 class Message(Struct):
     """One message of a chat."""
 
-    role: Annotated[str, Meta(min_length=1, max_length=64)]
+    role: str
     content: str | list[ContentPart] | None = None
     name: Ignored = None
     refusal: Ignored = None
@@ -219,6 +220,9 @@ def chat_request(body: ChatBody) -> inference_pb2.GenerateRequest:
     request = _request(body)
     request.chat.continue_final_message = body.continue_final_message
     for index, message in enumerate(body.messages):
+        if message.role not in ROLES:
+            param = f"messages[{index}].role"
+            raise InvalidRequestError(f"{param} is {message.role[:64]!r}: use one of {', '.join(ROLES)}", param=param)
         request.chat.messages.add(role=message.role, content=_content(message, f"messages[{index}]"))
     if not body.messages:
         raise InvalidRequestError("messages is empty: give at least one message", param="messages")
@@ -272,7 +276,10 @@ def chat_logprobs_json(logprobs: Sequence[inference_pb2.Logprobs]) -> dict[str, 
 
 
 def completion_logprobs_json(logprobs: Sequence[inference_pb2.Logprobs], offset: int) -> dict[str, Any]:
-    """The ``logprobs`` of a completion choice; ``offset`` is the number of characters before these tokens."""
+    """The ``logprobs`` of a completion choice; ``offset`` is the number of characters before these tokens.
+
+    As with OpenAI, ``top_logprobs`` has the sampled token too where it is none of the top ones.
+    """
     offsets = []
     for one in logprobs:
         offsets.append(offset)
@@ -280,7 +287,9 @@ def completion_logprobs_json(logprobs: Sequence[inference_pb2.Logprobs], offset:
     return {
         "tokens": [one.text for one in logprobs],
         "token_logprobs": [one.logprob for one in logprobs],
-        "top_logprobs": [{other.text: other.logprob for other in one.top} for one in logprobs],
+        "top_logprobs": [
+            {one.text: one.logprob, **{other.text: other.logprob for other in one.top}} for one in logprobs
+        ],
         "text_offset": offsets,
     }
 
@@ -327,6 +336,8 @@ def _content(message: Message, where: str) -> str:
         raise UnsupportedError(f"{where}: tool calls are not supported by this version", param=where)
     if message.audio is not None:
         raise UnsupportedError(f"{where}.audio is not supported by this version", param=where)
+    if message.content is None and message.role == "assistant":
+        return ""  # OpenAI's answers have null where an assistant said nothing
     if message.content is None:
         raise InvalidRequestError(f"{where}.content is missing: give a string", param=where)
     if isinstance(message.content, str):

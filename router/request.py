@@ -20,6 +20,7 @@ MAX_SALT_CHARS = 256
 MAX_RETENTIONS = 4
 RETENTION_TTLS_S = (300, 3600)
 _ROLE_CHARS = 64
+_TOO_LONG = "context_length_exceeded"  # OpenAI's code for it
 
 # name -> (lowest, highest, whether the lowest itself is allowed)
 _RANGES: dict[str, tuple[float, float, bool]] = {
@@ -57,7 +58,7 @@ class Work:
 def check(request: inference_pb2.GenerateRequest, model: ModelProfile) -> None:
     """All that can be checked before the prompt is tokens. Raises ``RouterError``."""
     if request.model and request.model != model.name:
-        raise NotFoundError(f"model {request.model!r} is not served here: use {model.name!r}", param="model")
+        raise model_not_found(request.model, model.name)
     if request.lora:
         raise NotFoundError(f"lora: no adapter {request.lora!r} is loaded: leave the field out", param="lora")
     if request.WhichOneof("prompt") is None:
@@ -93,7 +94,9 @@ async def prompt_ids(request: inference_pb2.GenerateRequest, model: ModelProfile
     num_tokens = len(packed) // 4
     if num_tokens >= model.max_model_len:
         raise _invalid(
-            name, f"has {num_tokens} tokens and the context {model.max_model_len}: shorten it to leave room to answer"
+            name,
+            f"has {num_tokens} tokens and the context {model.max_model_len}: shorten it to leave room to answer",
+            _TOO_LONG,
         )
     if kind == "token_ids":
         highest = int(np.frombuffer(packed, dtype="<u4").max())
@@ -120,6 +123,7 @@ def complete_sampling(
             "max_tokens",
             f"is {asked.max_tokens}, but the prompt's {num_tokens} tokens leave {room} of the context's "
             f"{model.max_model_len}: ask for fewer or shorten the prompt",
+            _TOO_LONG,
         )
     if sampling.min_tokens > sampling.max_tokens:
         raise _invalid("min_tokens", f"is {sampling.min_tokens}, over max_tokens {sampling.max_tokens}: lower it")
@@ -163,5 +167,10 @@ def _check_sampling(sampling: inference_pb2.SamplingParams, model: ModelProfile)
             raise _invalid("logit_bias", f"has {bias:g} for token {token_id}: use -100 to 100")
 
 
-def _invalid(param: str, text: str) -> InvalidRequestError:
-    return InvalidRequestError(f"{param} {text}", param=param)
+def model_not_found(name: str, served: str) -> NotFoundError:
+    """For a request that names another model than the one that is served."""
+    return NotFoundError(f"model {name!r} is not served here: use {served!r}", param="model", code="model_not_found")
+
+
+def _invalid(param: str, text: str, code: str | None = None) -> InvalidRequestError:
+    return InvalidRequestError(f"{param} {text}", param=param, code=code)

@@ -144,6 +144,7 @@ BAD_BODIES: list[tuple[str, Any, int, str]] = [
     ("chat/completions", {**CHAT, "cache_salt": "s" * 257}, 400, "cache_salt"),
     ("chat/completions", {**CHAT, "retention": [{"tokens": 5, "ttl": 7}]}, 400, "300 or 3600"),
     ("chat/completions", {**CHAT, "lora": "french"}, 404, "no adapter 'french'"),
+    ("chat/completions", {**CHAT, "messages": [{"role": "boss", "content": "hi"}]}, 400, "messages[0].role is 'boss'"),
     ("completions", without(COMPLETION, "prompt"), 400, "prompt is missing"),
     ("completions", {**COMPLETION, "prompt": ""}, 400, "prompt is empty"),
     ("completions", {**COMPLETION, "prompt": []}, 400, "prompt is empty"),
@@ -247,6 +248,8 @@ async def test_logprobs_have_openai_s_form(two: Cluster) -> None:
     logprobs = plain["choices"][0]["logprobs"]
     assert "".join(logprobs["tokens"]) == plain["choices"][0]["text"]
     assert logprobs["text_offset"] == [0, 1, 2, 3]
+    sampled = zip(logprobs["tokens"], logprobs["token_logprobs"], strict=True)
+    assert logprobs["top_logprobs"] == [{token: logprob} for token, logprob in sampled]
 
 
 async def test_the_next_turn_is_predicted_exactly_at_once(two: Cluster) -> None:
@@ -329,3 +332,25 @@ async def test_each_answered_request_is_counted_once_by_its_code(two: Cluster) -
         'warmfront_router_requests_total{code="INVALID_ARGUMENT"}': "2.0",
         'warmfront_router_requests_total{code="NOT_FOUND"}': "1.0",
     }
+
+
+async def test_errors_that_openai_has_a_code_for_carry_it(two: Cluster) -> None:
+    for path, more, status, code, param in (
+        ("completions", {**COMPLETION, "prompt": "x" * 5000}, 400, "context_length_exceeded", "prompt"),
+        ("completions", {**COMPLETION, "max_tokens": 5000}, 400, "context_length_exceeded", "max_tokens"),
+        ("chat/completions", {**CHAT, "model": "gpt-9"}, 404, "model_not_found", "model"),
+    ):
+        response = await two.http.post(f"/v1/{path}", json=more)
+        error = response.json()["error"]
+        assert (response.status_code, error["code"], error["param"]) == (status, code, param)
+        assert error["type"] == "invalid_request_error"
+    assert (await two.http.get("/v1/models/gpt-9")).json()["error"]["code"] == "model_not_found"
+
+
+async def test_an_assistant_s_turn_without_content_is_an_empty_one(two: Cluster) -> None:
+    turns = [*CHAT["messages"], {"role": "assistant", "content": None}, *CHAT["messages"]]
+    response = await two.http.post("/v1/chat/completions", json={**CHAT, "messages": turns})
+    assert response.status_code == 200
+    turns[1] = {"role": "assistant", "content": ""}
+    same = await two.http.post("/v1/chat/completions", json={**CHAT, "messages": turns})
+    assert same.json()["usage"]["prompt_tokens"] == response.json()["usage"]["prompt_tokens"]
