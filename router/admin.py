@@ -43,7 +43,7 @@ class Admin:
         try:
             return await member.client.drain(deadline_ms, _DRAIN_TIMEOUT_S)
         except WorkerError as error:
-            raise error.as_router_error() from error
+            raise error.as_router_error(f"replica {replica}") from error
 
     async def reset_cache(self) -> admin_pb2.ResetCacheResponse:
         """Let every replica forget its cached blocks, and say which did. Raises ``NoReplicaReadyError`` for none.
@@ -66,7 +66,7 @@ class Admin:
             inflight_tokens=load.waiting_tokens,
             inflight_requests=load.in_flight,
         )
-        one.lease.fault = member.replica.fault or one.lease.fault
+        one.lease.fault = member.replica.fault or member.fault or one.lease.fault
         return one
 
 

@@ -29,7 +29,7 @@ from router.metrics import RouterMetrics
 from router.placement import Placement
 from router.policy import Decision
 from router.request import Work, check, complete_sampling, prompt_ids
-from router.worker_client import CLIENT_STATUSES, WorkerError, WorkerStream
+from router.worker_client import CLIENT_STATUSES, REFUSES_ROUTER, WorkerError, WorkerStream
 
 log = logging.getLogger(__name__)
 
@@ -164,6 +164,7 @@ class Dispatcher:
                         now = time.monotonic()
                         ticket.first_token(now)
                         member.breaker.succeeded()
+                        member.fault = ""
                         self._first_token(work, route, now)
                     if may_move or not delivered:
                         delivered.append(message)
@@ -179,6 +180,8 @@ class Dispatcher:
                 stream.cancel()
                 member.breaker.abandoned()
                 ticket.close(time.monotonic())
+            if failure.is_refusal:
+                self._fleet.note(member, REFUSES_ROUTER)
             if failure.is_transport:
                 member.breaker.failed(time.monotonic())
                 self._troubled.add(member)
@@ -319,14 +322,15 @@ class Dispatcher:
         self, failure: WorkerError, route: Route, excluded: Mapping[str, Absence], deadline_s: float
     ) -> None:
         """Wait a moment, or raise where another replica would not help."""
+        who = "the only ready replica" if len(excluded) == 1 else f"each of the {len(excluded)} replicas tried"
         if failure.status in CLIENT_STATUSES:
             if failure.status == "DEADLINE_EXCEEDED":
                 raise DeadlineError("the request's deadline passed before its first token")
-            raise failure.as_router_error()
+            raise failure.as_router_error(who)
         if route.num_retries >= _MAX_RETRIES or not self._fleet.ready.keys() - excluded:
             if failure.status == "RESOURCE_EXHAUSTED":
                 raise OverloadedError(f"all queues are full: {failure.message}", retry_after_s=_RETRY_AFTER_S)
-            raise failure.as_router_error()
+            raise failure.as_router_error(who)
         route.num_retries += 1
         self._metrics.retries.labels(failure.status.lower()).inc()
         await asyncio.sleep(self._rng.uniform(0, _RETRY_JITTER_S))
@@ -362,7 +366,7 @@ def _broken_off(failure: WorkerError, replica: str) -> RouterError:
     if failure.status == "DEADLINE_EXCEEDED":
         return DeadlineError("the request's deadline passed in the middle of the answer")
     return WorkerFailedError(
-        f"replica {replica} failed in the middle of the answer ({failure.status}: {failure.message}) "
+        f"replica {replica} failed in the middle of the answer ({failure.status}) "
         "and it cannot go on elsewhere: send the request again"
     )
 

@@ -26,7 +26,7 @@ from router.metrics import RouterMetrics
 from router.registry import FleetKeys, Membership, Registry, Replica, connect_redis
 from router.shared_load import SharedLoad
 from router.tokenizer import ModelProfile
-from router.worker_client import WorkerClient, WorkerError
+from router.worker_client import REFUSES_ROUTER, WorkerClient, WorkerError
 
 log = logging.getLogger(__name__)
 
@@ -42,6 +42,7 @@ class Member:
     client: WorkerClient
     breaker: Breaker = field(default_factory=Breaker)
     has_left: bool = False
+    fault: str = ""  # what this router's own calls have met, until one succeeds
 
 
 class Fleet:
@@ -121,7 +122,8 @@ class Fleet:
             )
             return f"0 of {len(self.members)} replicas are ready: {states}"
         if self._profile is None:
-            return "no replica has told its model yet"
+            faults = "; ".join(f"{m.replica.id} {m.fault}" for m in self.ready.values() if m.fault)
+            return f"no replica has told its model yet: {faults}" if faults else "no replica has told its model yet"
         if not self.mirror.is_loaded():
             return "the index is being loaded"
         return ""
@@ -211,11 +213,23 @@ class Fleet:
             try:
                 model = await member.client.get_model(_GET_MODEL_TIMEOUT_S)
                 self._profile = await asyncio.to_thread(ModelProfile, model)
-            except (WorkerError, RouterError) as error:
-                log.warning("cannot learn the model replica=%s error=%r", member.replica.id, str(error))
+            except WorkerError as error:
+                self.note(member, REFUSES_ROUTER if error.is_refusal else f"cannot tell its model ({error.status})")
                 continue
+            except RouterError as error:
+                self.note(member, f"has a model that cannot be served: {error}")
+                continue
+            for one in self.members.values():  # what was only slow to tell it is asked no more
+                if one is member or one.fault != REFUSES_ROUTER:
+                    one.fault = ""
             log.info("serving model=%s max_model_len=%d", model.served_model_name, model.max_model_len)
             return
+
+    def note(self, member: Member, fault: str) -> None:
+        """Keep what a call to a replica has met, as its fault; logged when it is news."""
+        if member.fault != fault:
+            member.fault = fault
+            log.warning("replica=%s fault=%r", member.replica.id, fault)
 
     def _tokenizer(self) -> str:
         contract = self.membership.contract

@@ -8,7 +8,7 @@ import grpc.aio
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from warmfront_pb.v1 import worker_pb2
 
-from router.errors import RouterError, error_of_status
+from router.errors import NoReplicaReadyError, RouterError, error_of_status
 
 _SERVICE = "/warmfront.v1.Worker"
 MAX_MESSAGE_BYTES = 64 << 20  # 128,000 token ids are 0.5 MB
@@ -28,6 +28,9 @@ _OPTIONS: Sequence[tuple[str, Any]] = (
 CLIENT_STATUSES = frozenset({"INVALID_ARGUMENT", "NOT_FOUND", "UNIMPLEMENTED", "OUT_OF_RANGE", "DEADLINE_EXCEEDED"})
 
 
+REFUSES_ROUTER = "refuses this router's token: do both read the same --worker-token-file?"
+
+
 class WorkerError(Exception):
     """A call to a replica ended with a status."""
 
@@ -41,12 +44,21 @@ class WorkerError(Exception):
         """Whether it speaks against the replica itself: counted by its breaker."""
         return self.status in ("UNAVAILABLE", "INTERNAL", "UNKNOWN", "DATA_LOSS", "UNAUTHENTICATED")
 
-    def as_router_error(self) -> RouterError:
-        """What the client is told when nothing more can be tried."""
-        if self.status in ("UNAUTHENTICATED", "PERMISSION_DENIED"):
-            return RouterError("the replica refused this router: do both read the same --worker-token-file?")
-        elsewhere = ("UNKNOWN", "DATA_LOSS", "CANCELLED", "ABORTED", "FAILED_PRECONDITION")
-        return error_of_status("UNAVAILABLE" if self.status in elsewhere else self.status, self.message)
+    @property
+    def is_refusal(self) -> bool:
+        """Whether the worker does not know this router's token."""
+        return self.status in ("UNAUTHENTICATED", "PERMISSION_DENIED")
+
+    def as_router_error(self, who: str) -> RouterError:
+        """What the client is told when nothing more can be tried; ``who`` failed.
+
+        What the transport says has addresses in it: that is for the log.
+        """
+        if self.is_refusal:
+            return RouterError(f"{who} {REFUSES_ROUTER}")
+        if self.status in ("UNAVAILABLE", "UNKNOWN", "DATA_LOSS", "CANCELLED", "ABORTED", "FAILED_PRECONDITION"):
+            return NoReplicaReadyError(f"{who} failed: retry soon", retry_after_s=1)
+        return error_of_status(self.status, self.message)
 
 
 class WorkerStream:

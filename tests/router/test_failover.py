@@ -66,6 +66,18 @@ async def test_a_request_is_tried_three_times_at_most(cluster: Cluster) -> None:
     assert cluster.load == 0
 
 
+async def test_a_dead_replica_s_address_stays_in_the_log(cluster: Cluster, caplog: pytest.LogCaptureFixture) -> None:
+    worker = await cluster.add_worker("w0")
+    await cluster.add_router()
+    worker.faults.is_reporting_paused = True
+    address = cluster.router.fleet.members["w0"].client.address
+    await worker._server.stop(None)
+    response = await cluster.http.post("/v1/completions", json=BODY)
+    assert response.status_code == 503
+    assert response.json()["error"]["message"] == "the only ready replica failed: retry soon"
+    assert address in caplog.text
+
+
 async def test_full_queues_everywhere_are_429_with_retry_after(two: Cluster) -> None:
     for worker in two.workers.values():
         worker.spec.max_queue = 0

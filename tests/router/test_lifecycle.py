@@ -64,11 +64,18 @@ async def test_a_router_with_another_seed_serves_nobody_and_says_why(cluster: Cl
     assert (await cluster.http.post("/v1/completions", json=BODY)).status_code == 503
 
 
-async def test_a_wrong_worker_token_is_told_as_such(cluster: Cluster) -> None:
+async def test_a_wrong_worker_token_is_told_as_such_and_logged_once(
+    cluster: Cluster, caplog: pytest.LogCaptureFixture
+) -> None:
     await cluster.add_worker("w0")
     await cluster.add_router(wait=False, worker_token="wrong")
-    await until(lambda: len(cluster.router.fleet.ready) == 1)
-    assert (await cluster.http.get("/readyz")).status_code == 503
+    await until(lambda: any(member.fault for member in cluster.router.fleet.members.values()))
+    await asyncio.sleep(0.2)  # eight more looks
+    ready = await cluster.http.get("/readyz")
+    assert ready.status_code == 503
+    assert "w0 refuses this router's token" in ready.text
+    assert "--worker-token-file" in (await cluster.http.get("/v1/replicas")).json()["replicas"][0]["fault"]
+    assert len([record for record in caplog.records if "--worker-token-file" in record.getMessage()]) == 1
 
 
 async def test_a_replica_that_comes_back_elsewhere_gets_requests_only_there(cluster: Cluster) -> None:
