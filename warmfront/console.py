@@ -10,8 +10,9 @@ from dataclasses import dataclass, field
 from types import TracebackType
 
 from rich.console import Console, ConsoleOptions, RenderResult
+from rich.live import Live
 from rich.measure import Measurement
-from rich.status import Status
+from rich.spinner import Spinner
 from rich.table import Table
 from rich.text import Text
 
@@ -63,31 +64,47 @@ class Grid:
 
 
 class Progress:
-    """Shows what is going on, with the seconds since the start, on standard error."""
+    """Shows what is going on, and for how many seconds it has been, on standard error."""
 
-    def __init__(self) -> None:
-        self._start = time.monotonic()
-        self._text = ""
-        self._status: Status | None = None
+    def __init__(self, console: Console = stderr) -> None:
+        self._console = console
+        self._text, self._detail, self._since = "", "", time.monotonic()
+        self._spinner = Spinner("dots", style="dim")
+        self._live: Live | None = None
 
     def update(self, text: str, detail: str = "") -> None:
         """Says ``text``, on a plain stream only when it differs from the last; ``detail`` is for terminals alone."""
-        if stderr.is_terminal:
-            if self._status is None:
-                self._status = stderr.status("", spinner_style="dim")
-                with contextlib.suppress(OSError):
-                    self._status.start()
-            self._status.update(Text(f"{detail or text} ({time.monotonic() - self._start:.0f}s)"))
-        elif text != self._text:
-            say(text)
-        self._text = text
+        is_new = text != self._text
+        if is_new:
+            self._since = time.monotonic()
+        self._text, self._detail = text, detail
+        if not self._console.is_terminal:
+            if is_new:
+                say(text)
+        elif self._live is None:
+            # It leaves the standard streams as they are: Ray is given another one while this is on, which would go
+            # back to the terminal with the rest.
+            self._live = Live(
+                get_renderable=self._line,
+                console=self._console,
+                refresh_per_second=8,
+                transient=True,
+                redirect_stdout=False,
+                redirect_stderr=False,
+            )
+            with contextlib.suppress(OSError):
+                self._live.start()
 
     def close(self) -> None:
         """Takes the line away."""
-        if self._status is not None:
+        if self._live is not None:
             with contextlib.suppress(OSError):
-                self._status.stop()
-            self._status = None
+                self._live.stop()
+            self._live = None
+
+    def _line(self) -> Spinner:
+        self._spinner.update(text=Text(f"{self._detail or self._text} ({time.monotonic() - self._since:.0f}s)"))
+        return self._spinner
 
     def __enter__(self) -> Progress:
         return self
