@@ -56,32 +56,37 @@ def chat(*, url: str, system: str | None, max_tokens: int, temperature: float) -
 
 
 @click.command()
+@click.argument("prompt", required=False)
 @url_option
+@click.option("--prompt-file", type=click.File("r", encoding="utf-8"), help="The prompt; - for standard input.")
 @click.option(
-    "--prompt-file", required=True, type=click.File("r", encoding="utf-8"), help="The prompt; - for standard input."
+    "--max-tokens", default=256, show_default=True, type=click.IntRange(min=1), help="Longest answer, in tokens."
 )
-@click.option("--max-tokens", required=True, type=click.IntRange(min=1), help="Longest answer, in tokens.")
 @click.option("--temperature", default=0.0, show_default=True, type=click.FloatRange(0, 2), help="0 is greedy.")
 @click.option("--seed", default=None, type=click.IntRange(min=0), help="Equal seeds give equal draws.")
 @click.option("--chat", "as_chat", is_flag=True, help="Send the prompt as a user's message instead of as it stands.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead of the text.")
 def generate(
     *,
+    prompt: str | None,
     url: str,
-    prompt_file: TextIO,
+    prompt_file: TextIO | None,
     max_tokens: int,
     temperature: float,
     seed: int | None,
     as_chat: bool,
     as_json: bool,
 ) -> None:
-    """Answer one prompt: the text goes to standard output and nothing else does."""
-    try:
-        prompt = prompt_file.read()
-    except (OSError, UnicodeDecodeError) as error:
-        raise WrongUse(f"--prompt-file: {error}") from error
+    """Answer PROMPT or that of --prompt-file: the text goes to standard output and nothing else does."""
+    if (prompt is None) == (prompt_file is None):
+        raise WrongUse("give a PROMPT or --prompt-file (- for standard input), one of them")
+    if prompt_file is not None:
+        try:
+            prompt = prompt_file.read()
+        except (OSError, UnicodeDecodeError) as error:
+            raise WrongUse(f"--prompt-file: {error}") from error
     if not prompt:
-        raise WrongUse("--prompt-file is empty")
+        raise WrongUse("the prompt is empty" if prompt_file is None else "--prompt-file is empty")
     client = Client(url)
     body: dict[str, Any] = {"model": served_model(client), "max_tokens": max_tokens, "temperature": temperature}
     if seed is not None:

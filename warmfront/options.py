@@ -8,9 +8,10 @@ the command line, ``WARMFRONT_<FLAG>``, the YAML of ``--config FILE``, the defau
 from __future__ import annotations
 
 import dataclasses
+import difflib
 import os
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -25,6 +26,7 @@ from cache.prefix_cache import EVICTION_POLICIES
 from router.config import RouterConfig
 from router.policy import POLICIES
 from warmfront.errors import WrongUse
+from warmfront.run_dir import RUN_DIR_ENV
 from worker.config import WorkerConfig
 
 ENV_PREFIX = "WARMFRONT_"
@@ -245,6 +247,7 @@ _TABLE: tuple[Flag | str, ...] = (
 
 FLAGS = tuple(entry for entry in _TABLE if isinstance(entry, Flag))
 BY_PARAM = {flag.param: flag for flag in FLAGS}
+_VARIABLES = {flag.env for flag in FLAGS} | {ENV_PREFIX + "CONFIG", ENV_PREFIX + "URL", SEED_ENV, RUN_DIR_ENV}
 CONFIGS: dict[str, tuple[type[Any], ...]] = {
     "up": (UpConfig, WorkerConfig, RouterConfig),
     "router": (RouterConfig,),
@@ -324,6 +327,8 @@ def with_options(command: str) -> Callable[[Callable[..., Any]], Callable[..., A
 
 def _load_file(ctx: click.Context, _param: click.Parameter, path: Path | None) -> None:
     """Puts a YAML file's values under the command's flags. One file may serve `up`, `router` and `worker`."""
+    for name in unknown_variables(os.environ):
+        click.echo(f"warmfront: {name} is no setting and changes nothing{_meant(name)}", err=True)
     if path is None:
         return
     try:
@@ -344,6 +349,22 @@ def _load_file(ctx: click.Context, _param: click.Parameter, path: Path | None) -
         **{name: value for name, value in values.items() if value is not None},
     }
     ctx.meta["warmfront.config_file"] = path
+
+
+def unknown_variables(names: Iterable[str]) -> list[str]:
+    """The variables that look like a setting of ours and are none; Kubernetes makes some for each Service."""
+    return sorted(
+        name
+        for name in names
+        if name.startswith(ENV_PREFIX)
+        and name not in _VARIABLES
+        and not re.search(r"_SERVICE_(HOST|PORT)|_PORT(_\d+_|$)", name)
+    )
+
+
+def _meant(name: str) -> str:
+    near = difflib.get_close_matches(name, _VARIABLES, n=1, cutoff=0.8)
+    return f"; is {near[0]} meant?" if near else ""
 
 
 def fill(config: type[Config], params: Mapping[str, Any], **more: Any) -> Config:

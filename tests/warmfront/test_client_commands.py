@@ -35,7 +35,16 @@ def test_generate_json_says_what_the_answer_cost(cli: Cli, router: FakeRouter) -
     assert router.bodies[0]["seed"] == 7
 
 
+def test_generate_takes_a_prompt_as_it_is_typed(cli: Cli, router: FakeRouter) -> None:
+    result = cli("generate", "--url", router.url, "one two")
+    assert (result.exit_code, result.out) == (0, "ONE TWO \n")
+    assert (router.bodies[0]["prompt"], router.bodies[0]["max_tokens"]) == ("one two", 256)
+
+
 def test_generate_needs_a_prompt(cli: Cli, router: FakeRouter) -> None:
+    for prompts in ((), ("one", "--prompt-file", "-")):
+        result = cli("generate", "--url", router.url, *prompts)
+        assert (result.exit_code, "give a PROMPT or --prompt-file" in result.err) == (2, True)
     result = cli("generate", "--url", router.url, "--prompt-file", "-", "--max-tokens", "2")
     assert (result.exit_code, result.err) == (2, "warmfront: --prompt-file is empty\n")
 

@@ -65,6 +65,14 @@ def test_a_switch_is_set_from_the_environment(cli: Cli, monkeypatch: pytest.Monk
     assert row(cli("config", "show", "worker").out, "--enable-prefix-caching")[1] == "false"
 
 
+def test_a_variable_that_is_no_setting_is_named(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WARMFRONT_KV_BLOKS", "3")
+    monkeypatch.setenv("WARMFRONT_ROUTER_SERVICE_HOST", "10.0.0.1")  # Kubernetes tells of a Service that way
+    monkeypatch.setenv("WARMFRONT_ROUTER_PORT_8000_TCP", "tcp://10.0.0.1:8000")
+    told = cli("config", "show", "worker").err
+    assert told == "warmfront: WARMFRONT_KV_BLOKS is no setting and changes nothing; is WARMFRONT_KV_BLOCKS meant?\n"
+
+
 def test_config_show_alone_shows_up(cli: Cli) -> None:
     assert cli("config", "show").out == cli("config", "show", "up").out
 
