@@ -6,6 +6,8 @@ as it is; a worker's own status comes back by the same names. This is the only s
 
 from typing import ClassVar
 
+TOO_LONG = "context_length_exceeded"  # OpenAI's code for prompts, or answers asked for, that the context cannot hold
+
 
 class RouterError(Exception):
     """A request failed. The message says what happened, to what, and what the caller can do."""

@@ -166,7 +166,7 @@ class HttpFront:
     async def _drain(self, http: Request) -> Response:
         try:
             body = msgspec.json.decode(await self._body(http), type=_DrainBody)
-        except msgspec.DecodeError as error:
+        except (msgspec.DecodeError, UnicodeDecodeError) as error:
             raise InvalidRequestError(f'the body is not {{"replica": NAME, "deadline_ms": N}}: {error}') from None
         running = await self._admin.drain(body.replica, body.deadline_ms)
         return _json({"replica": body.replica, "running": running})
@@ -213,7 +213,7 @@ def _read_completion(data: bytes) -> _Asked:
 
 class _DrainBody(msgspec.Struct):
     replica: str
-    deadline_ms: int = 0
+    deadline_ms: openai_api.Count = 0
 
 
 class _Choice:

@@ -13,10 +13,11 @@ from msgspec import UNSET, Meta, Raw, Struct, UnsetType
 from warmfront_pb.v1 import inference_pb2
 
 from router.errors import InvalidRequestError, UnsupportedError
+from router.request import MAX_CHOICES
 from router.segments import pack_ids, unpack_ids
 
 MAX_PROMPTS = 64
-ROLES = ("system", "developer", "user", "assistant", "tool", "function")
+ROLES = ("system", "developer", "user", "assistant")
 _COMPLETION_MAX_TOKENS = 16  # OpenAI's default for /v1/completions
 
 Count = Annotated[int, Meta(ge=0, le=2**32 - 1)]
@@ -62,8 +63,8 @@ class RetentionSpec(Struct):
 
 
 class _Common(Struct, forbid_unknown_fields=True, kw_only=True):
-    model: str = ""
-    stream: bool = False
+    model: str | None = None
+    stream: bool | None = None
     stream_options: StreamOptions | None = None
 
     temperature: float | None = None
@@ -155,6 +156,7 @@ Body = TypeVar("Body", ChatBody, CompletionBody)
 def parse(body: bytes, kind: type[Body]) -> Body:
     """The body as an object. Raises ``InvalidRequestError`` naming the field."""
     try:
+        body.decode()  # what is kept raw is not looked at below
         return msgspec.json.decode(body, type=kind)
     except msgspec.ValidationError as error:
         raise _invalid_body(str(error)) from None
@@ -170,6 +172,7 @@ def parse_explain(body: bytes) -> int | str | tuple[inference_pb2.GenerateReques
     Raises ``RouterError``.
     """
     try:
+        body.decode()
         fields = msgspec.json.decode(body, type=dict[str, Raw])
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise InvalidRequestError(f"the body is not a JSON object: {error}") from None
@@ -220,8 +223,12 @@ def chat_request(body: ChatBody) -> inference_pb2.GenerateRequest:
     request = _request(body)
     request.chat.continue_final_message = body.continue_final_message
     for index, message in enumerate(body.messages):
+        param = f"messages[{index}].role"
+        if message.role in ("tool", "function"):
+            raise UnsupportedError(
+                f"{param} {message.role!r}: tool calls are not supported by this version", param=param
+            )
         if message.role not in ROLES:
-            param = f"messages[{index}].role"
             raise InvalidRequestError(f"{param} is {message.role[:64]!r}: use one of {', '.join(ROLES)}", param=param)
         request.chat.messages.add(role=message.role, content=_content(message, f"messages[{index}]"))
     if not body.messages:
@@ -305,8 +312,10 @@ def _request(body: _Common) -> inference_pb2.GenerateRequest:
         raise _unsupported("response_format")
     if body.stream_options is not None and not body.stream:
         raise InvalidRequestError("stream_options needs stream: true", param="stream_options")
+    if body.n is not None and body.n > MAX_CHOICES:
+        raise InvalidRequestError(f"n is {body.n}: use 1 to {MAX_CHOICES}", param="n")
     request = inference_pb2.GenerateRequest(
-        model=body.model, cache_salt=body.cache_salt or "", priority=body.priority, lora=body.lora or ""
+        model=body.model or "", cache_salt=body.cache_salt or "", priority=body.priority, lora=body.lora or ""
     )
     for one in body.retention or ():
         ttl_s = one.ttl if isinstance(one.ttl, int) else {"5m": 300, "1h": 3600}[one.ttl]
@@ -356,7 +365,7 @@ def _prompts(raw: Raw) -> list[str | list[int]]:
     for kind in kinds:
         try:
             value = msgspec.json.decode(data, type=kind)
-        except msgspec.ValidationError:
+        except msgspec.DecodeError:
             continue
         prompts = [value] if kind is str or (kind is kinds[1] and value) else value
         break

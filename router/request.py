@@ -4,12 +4,13 @@ Both fronts speak ``GenerateRequest``; HTTP bodies become one first. Errors name
 """
 
 import random
+import re
 from dataclasses import dataclass
 
 import numpy as np
 from warmfront_pb.v1 import inference_pb2, worker_pb2
 
-from router.errors import InvalidRequestError, NotFoundError
+from router.errors import TOO_LONG, InvalidRequestError, NotFoundError
 from router.tokenizer import ModelProfile
 
 MAX_CHOICES = 16
@@ -19,8 +20,7 @@ MAX_LOGPROBS = 20
 MAX_SALT_CHARS = 256
 MAX_RETENTIONS = 4
 RETENTION_TTLS_S = (300, 3600)
-_ROLE_CHARS = 64
-_TOO_LONG = "context_length_exceeded"  # OpenAI's code for it
+_ROLE = re.compile(r"[A-Za-z][A-Za-z0-9_.-]{0,63}")  # templates write it as it is: nothing that is markup
 
 # name -> (lowest, highest, whether the lowest itself is allowed)
 _RANGES: dict[str, tuple[float, float, bool]] = {
@@ -96,7 +96,7 @@ async def prompt_ids(request: inference_pb2.GenerateRequest, model: ModelProfile
         raise _invalid(
             name,
             f"has {num_tokens} tokens and the context {model.max_model_len}: shorten it to leave room to answer",
-            _TOO_LONG,
+            TOO_LONG,
         )
     if kind == "token_ids":
         highest = int(np.frombuffer(packed, dtype="<u4").max())
@@ -123,7 +123,7 @@ def complete_sampling(
             "max_tokens",
             f"is {asked.max_tokens}, but the prompt's {num_tokens} tokens leave {room} of the context's "
             f"{model.max_model_len}: ask for fewer or shorten the prompt",
-            _TOO_LONG,
+            TOO_LONG,
         )
     if sampling.min_tokens > sampling.max_tokens:
         raise _invalid("min_tokens", f"is {sampling.min_tokens}, over max_tokens {sampling.max_tokens}: lower it")
@@ -136,8 +136,8 @@ def _check_chat(chat: inference_pb2.Chat) -> None:
     if not chat.messages:
         raise _invalid("messages", "is empty: give at least one message")
     for index, message in enumerate(chat.messages):
-        if not message.role or len(message.role) > _ROLE_CHARS:
-            raise _invalid(f"messages[{index}].role", "is missing or too long: use system, user or assistant")
+        if not _ROLE.fullmatch(message.role):
+            raise _invalid(f"messages[{index}].role", "is missing or no name: use system, user or assistant")
 
 
 def _check_sampling(sampling: inference_pb2.SamplingParams, model: ModelProfile) -> None:

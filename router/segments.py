@@ -31,6 +31,7 @@ class SegmentedEncoder:
         self._tokenizer: Tokenizer = Tokenizer.from_str(tokenizer_json)
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
+        self.max_token_chars = max(map(len, self._tokenizer.get_vocab()), default=1)  # a text has as many or fewer
         self._special = _separable_tokens(json.loads(tokenizer_json))
         longest_first = sorted(self._special, key=len, reverse=True)
         self._border = re.compile("(" + "|".join(map(re.escape, longest_first)) + ")") if longest_first else None

@@ -12,6 +12,7 @@ from typing import Any
 
 import grpc
 import grpc.aio
+from google.protobuf.message import DecodeError
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 from warmfront_pb.v1 import admin_pb2, inference_pb2
@@ -61,9 +62,7 @@ class GrpcFront:
                 grpc.method_handlers_generic_handler(
                     INFERENCE_SERVICE,
                     {
-                        "Generate": grpc.unary_stream_rpc_method_handler(
-                            self._generate, request_deserializer=inference_pb2.GenerateRequest.FromString
-                        ),
+                        "Generate": grpc.unary_stream_rpc_method_handler(self._generate),
                         "ListModels": grpc.unary_unary_rpc_method_handler(
                             self._list_models,
                             request_deserializer=inference_pb2.ListModelsRequest.FromString,
@@ -123,13 +122,13 @@ class GrpcFront:
         """Take no new calls, let the running ones end within ``grace_s``."""
         await self._server.stop(grace_s)
 
-    async def _generate(self, request: inference_pb2.GenerateRequest, context: Context) -> AsyncGenerator[bytes, None]:
+    async def _generate(self, data: bytes, context: Context) -> AsyncGenerator[bytes, None]:
         metadata = _text_metadata(context)
         request_id = request_id_of(metadata.get("x-request-id"))
         route, work, status = Route(), None, "CANCELLED"
         try:
             work = await self._dispatcher.prepare(
-                request,
+                _parsed(data),
                 request_id=request_id,
                 timeout_s=context.time_remaining(),
                 session=metadata.get("x-warmfront-session", ""),
@@ -206,6 +205,13 @@ class GrpcFront:
         except RouterError as error:
             await _abort(context, error)
             raise
+
+
+def _parsed(data: bytes) -> inference_pb2.GenerateRequest:
+    try:
+        return inference_pb2.GenerateRequest.FromString(data)
+    except DecodeError:
+        raise InvalidRequestError("the message is no warmfront.v1.GenerateRequest") from None
 
 
 def _text_metadata(context: Context) -> dict[str, str]:

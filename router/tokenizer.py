@@ -3,7 +3,7 @@
 from warmfront_pb.v1 import inference_pb2, worker_pb2
 
 from router.chat import ChatTemplate
-from router.errors import InvalidRequestError, UnsupportedError
+from router.errors import TOO_LONG, InvalidRequestError, UnsupportedError
 from router.segments import SegmentedEncoder, pack_ids
 
 
@@ -20,6 +20,7 @@ class ModelProfile:
             self.encoder = SegmentedEncoder(model.tokenizer_json)
         except Exception as error:  # the library raises bare Exception
             raise UnsupportedError(f"the tokenizer of {self.name!r} cannot be read: {error}") from error
+        self._max_chars = self.max_model_len * self.encoder.max_token_chars
         names = ("bos_token", "eos_token", "unk_token", "pad_token")
         special = {name: token for name in names if (token := getattr(model, name))}  # templates ask "is defined"
         self._chat = ChatTemplate(model.chat_template, special) if model.chat_template else None
@@ -28,7 +29,7 @@ class ModelProfile:
 
     async def text_ids(self, text: str) -> bytes:
         """Ids of a plain prompt, packed as little-endian uint32."""
-        return self._front + await self.encoder.encode(text)
+        return self._front + await self._encode(text, "prompt")
 
     async def chat_ids(self, chat: inference_pb2.Chat) -> bytes:
         """Ids of a rendered chat, packed. The template writes its own special tokens."""
@@ -36,7 +37,16 @@ class ModelProfile:
             raise InvalidRequestError(
                 f"messages: model {self.name!r} has no chat template: send a plain prompt", param="messages"
             )
-        return await self.encoder.encode(self._chat.render(chat.messages, chat.continue_final_message))
+        return await self._encode(self._chat.render(chat.messages, chat.continue_final_message), "messages")
+
+    async def _encode(self, text: str, param: str) -> bytes:
+        if len(text) > self._max_chars:  # megabytes would take seconds, in which nobody else is served
+            raise InvalidRequestError(
+                f"{param} has {len(text)} characters, more than {self.max_model_len} tokens can hold: shorten it",
+                param=param,
+                code=TOO_LONG,
+            )
+        return await self.encoder.encode(text)
 
     def close(self) -> None:
         """End the encoding thread."""

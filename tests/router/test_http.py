@@ -145,6 +145,14 @@ BAD_BODIES: list[tuple[str, Any, int, str]] = [
     ("chat/completions", {**CHAT, "retention": [{"tokens": 5, "ttl": 7}]}, 400, "300 or 3600"),
     ("chat/completions", {**CHAT, "lora": "french"}, 404, "no adapter 'french'"),
     ("chat/completions", {**CHAT, "messages": [{"role": "boss", "content": "hi"}]}, 400, "messages[0].role is 'boss'"),
+    ("chat/completions", {**CHAT, "messages": [{"role": "tool", "content": "4"}]}, 400, "tool calls are not supported"),
+    ("completions", {**COMPLETION, "n": 10**9}, 400, "n is 1000000000: use 1 to 16"),
+    ("completions", {**COMPLETION, "prompt": "x" * (1 << 20)}, 400, "tokens can hold: shorten it"),
+    ("completions", b'{"prompt": "\xff"}', 400, "UTF-8"),
+    ("completions", b'{"prompt": "\\ud800"}', 400, "JSON"),
+    ("explain", b'{"prompt": "\xff"}', 400, "UTF-8"),
+    ("drain", {"replica": "w0", "deadline_ms": -1}, 400, "deadline_ms"),
+    ("drain", {"replica": "w0", "deadline_ms": 2**32}, 400, "deadline_ms"),
     ("completions", without(COMPLETION, "prompt"), 400, "prompt is missing"),
     ("completions", {**COMPLETION, "prompt": ""}, 400, "prompt is empty"),
     ("completions", {**COMPLETION, "prompt": []}, 400, "prompt is empty"),
@@ -317,6 +325,7 @@ async def test_each_answered_request_is_counted_once_by_its_code(two: Cluster) -
         COMPLETION,
         {**COMPLETION, "prompt": ["a", "b", "c"]},
         {**COMPLETION, "stream": True},
+        {**COMPLETION, "stream": None, "model": None},
         {**COMPLETION, "echo": True},
         {**COMPLETION, "temperature": "hot"},
         {**COMPLETION, "temperature": -1},
@@ -327,7 +336,7 @@ async def test_each_answered_request_is_counted_once_by_its_code(two: Cluster) -
     text = (await two.http.get("/metrics")).text
     counted = dict(line.rsplit(" ", 1) for line in text.splitlines() if line.startswith("warmfront_router_requests_t"))
     assert counted == {
-        'warmfront_router_requests_total{code="OK"}': "3.0",
+        'warmfront_router_requests_total{code="OK"}': "4.0",
         'warmfront_router_requests_total{code="UNIMPLEMENTED"}': "1.0",
         'warmfront_router_requests_total{code="INVALID_ARGUMENT"}': "2.0",
         'warmfront_router_requests_total{code="NOT_FOUND"}': "1.0",
