@@ -174,8 +174,10 @@ def parse_explain(body: bytes) -> int | str | tuple[inference_pb2.GenerateReques
     try:
         body.decode()
         fields = msgspec.json.decode(body, type=dict[str, Raw])
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+    except msgspec.DecodeError as error:
         raise InvalidRequestError(f"the body is not a JSON object: {error}") from None
+    except UnicodeDecodeError as error:
+        raise InvalidRequestError(f"the body is not valid UTF-8: {error}") from None
     if "messages" in fields:
         chat = parse(body, ChatBody)
         return chat_request(chat), chat.prompt_cache_key or ""
