@@ -77,7 +77,8 @@ def configure_logging(*, as_json: bool, level: str) -> None:
     """Send the log to standard error: key=value lines, or JSON ones."""
     handler = logging.StreamHandler(sys.stderr)
     formatter: logging.Formatter = _JsonFormatter() if as_json else logging.Formatter(_LOG_FORMAT)
-    formatter.default_msec_format = "%s.%03d"
+    formatter.converter = time.gmtime
+    formatter.default_time_format, formatter.default_msec_format = "%Y-%m-%dT%H:%M:%S", "%s.%03dZ"
     handler.setFormatter(formatter)
     logging.basicConfig(level=level.upper(), handlers=[handler], force=True)
 
@@ -157,7 +158,7 @@ class Worker:
             code, reason = EXIT_FAILED, str(error) or type(error).__name__
         self.replica.fault = reason
         await self._close_down(code, reporting)
-        logger.critical("replica=%s exit_code=%d: %s", self._config.replica_id, code, reason)
+        logger.error("replica=%s exit_code=%d: %s", self._config.replica_id, code, reason)
         return code
 
     # Up

@@ -11,6 +11,7 @@ import asyncio
 import hmac
 import logging
 import math
+import socket
 import time
 from array import array
 from collections.abc import Awaitable, Callable, Iterable
@@ -190,7 +191,10 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
             raise NotReadyError(self._not_ready())
         remaining_s = context.time_remaining()
         deadline_s = math.inf if remaining_s is None else time.monotonic() + remaining_s
-        return self._engine, read_request(message, replica.card, deadline_s)
+        request = read_request(message, replica.card, deadline_s)
+        if request.num_choices > replica.config.max_queue:  # nowhere would it ever find room
+            raise InvalidRequestError(f"n is {request.num_choices}: at most {replica.config.max_queue} wait here")
+        return self._engine, request
 
     def _not_ready(self) -> str:
         reason = f": {self._replica.fault}" if self._replica.fault else ""
@@ -346,9 +350,14 @@ class WorkerServer:
         """Listen; the port. Raises ``OSError`` when that is not possible."""
         await self.set_serving(False)
         try:
+            if port:  # gRPC writes a page of its own about a taken port
+                family = socket.AF_INET6 if ":" in host else socket.AF_INET
+                with socket.create_server((host, port), family=family):
+                    pass
             bound = self._server.add_insecure_port(f"[{host}]:{port}" if ":" in host else f"{host}:{port}")
-        except RuntimeError as error:
-            raise OSError(f"cannot listen on {host}:{port}: {error}") from error
+        except (OSError, RuntimeError) as error:
+            reason = error.strerror if isinstance(error, OSError) else error
+            raise OSError(f"cannot listen on {host}:{port}: {reason}") from error
         await self._server.start()
         return bound
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -122,13 +123,17 @@ async def test_a_dead_redis_is_wrong_use() -> None:
     assert "--redis" in worker.replica.fault
 
 
-async def test_a_taken_port_is_wrong_use(valkey_url: str) -> None:
+async def test_a_taken_port_is_wrong_use_and_grpc_is_quiet_about_it(
+    valkey_url: str, capfd: pytest.CaptureFixture[str]
+) -> None:
     with socket.socket() as holder:
         holder.bind(("127.0.0.1", 0))
         holder.listen()
         worker = Worker(config_for(valkey_url, port=holder.getsockname()[1]), fake_loader())
         assert await worker.run() == EXIT_WRONG_USE
     assert "cannot listen" in worker.replica.fault
+    assert "Address already in use" in worker.replica.fault
+    assert "chttp2" not in capfd.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -260,7 +265,9 @@ def test_the_last_line_of_the_log_says_why_it_ended() -> None:
     process = start_process(config_for("redis://127.0.0.1:1/0"))
     _, log = process.communicate(timeout=60)
     assert process.returncode == EXIT_WRONG_USE
-    assert "cannot use Redis at 127.0.0.1:1" in log.strip().splitlines()[-1]
+    last = log.strip().splitlines()[-1]
+    assert re.match(r"time=\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{3}Z level=ERROR logger=worker.main ", last)
+    assert "cannot use Redis at 127.0.0.1:1" in last
 
 
 async def test_a_model_that_is_not_there_ends_a_worker_before_it_takes_a_living_one_s_id(valkey_url: str) -> None:

@@ -169,6 +169,13 @@ async def test_a_full_queue_answers_resource_exhausted(valkey_url: str) -> None:
         assert [message async for message in second][-1].finish_reason == "length"
 
 
+async def test_more_choices_than_the_queue_has_places_are_no_matter_of_patience(valkey_url: str) -> None:
+    async with serve(config_for(valkey_url, max_queue=2)) as served:
+        error = await served.client.fail(PROMPT, sampling={"max_tokens": 1, "n": 3})
+        assert error.code() is grpc.StatusCode.INVALID_ARGUMENT
+        assert error.details() == "n is 3: at most 2 wait here"
+
+
 async def test_a_poisoned_request_is_an_internal_error_with_trailing_metadata(valkey_url: str) -> None:
     def poison(one: SequenceSlice) -> str | None:
         return "NaN in the scores" if 666 in one.prompt_token_ids and one.start else None
