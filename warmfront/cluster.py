@@ -73,6 +73,7 @@ class RayActors:
         self._names: dict[str, list[str]] = {"router": [], "worker": []}
         self._pids: dict[str, int] = {}
         self._first_pids: dict[str, int] = {}
+        self._copied: dict[tuple[str, Path], int] = {}  # bytes of each of Ray's files that stand in an actor's log
         self._is_watching = False
         self._refresher: asyncio.Task[None] | None = None
 
@@ -109,7 +110,7 @@ class RayActors:
         await drained
 
     async def close(self) -> None:
-        """Ends Ray; logs that shall stay are copied out of its session folder first."""
+        """Ends Ray; the last lines of the logs are copied out of its session folder."""
         if self._refresher is not None:
             self._refresher.cancel()
         await self._call(self._shut_down)
@@ -184,9 +185,9 @@ class RayActors:
             except (ray.exceptions.RayError, ray.exceptions.GetTimeoutError):
                 if start_ticks(before.get(name, 0)) is not None:  # slow to answer, but there
                     self._pids[name] = before[name]
+        self._copy_logs()
         if not self._is_watching:
             self._check_logs()
-        self._link_logs()
 
     def _check_logs(self) -> None:
         """Raises when a part has ended: Ray starts it again, but what ends at its first start ends for a reason."""
@@ -227,21 +228,22 @@ class RayActors:
         with contextlib.suppress(Exception):  # it may have died by itself
             ray.shutdown()
         sys.stdout = sys.__stdout__
-        if not self._log_dir.is_relative_to(self._run_dir.path):
-            for link in self._log_dir.iterdir():
-                if link.is_symlink() and link.exists():
-                    content = link.resolve()
-                    link.unlink()
-                    shutil.copyfile(content, link)
+        self._copy_logs()
 
-    def _link_logs(self) -> None:
-        """Gives each actor's log its name: Ray's own names tell neither which actor it is nor that it is new."""
+    def _copy_logs(self) -> None:
+        """Appends what actors have logged to the file of their name.
+
+        Ray has a file per process, under names that do not tell which actor it is, in a folder that goes with Ray.
+        """
         for name, pid in self._pids.items():
             for log in self._home.glob(f"session_latest/logs/worker-*-{pid}.err"):
-                link = self._log_dir / f"{name}.log"
-                if not link.is_symlink() or link.readlink() != log:
-                    link.unlink(missing_ok=True)
-                    link.symlink_to(log)
+                self._copied.setdefault((name, log), 0)
+        for (name, log), num_bytes in self._copied.items():
+            with contextlib.suppress(OSError), log.open("rb") as source:
+                source.seek(num_bytes)
+                with (self._log_dir / f"{name}.log").open("ab") as target:
+                    shutil.copyfileobj(source, target)
+                self._copied[name, log] = source.tell()
 
     async def _keep_looking(self) -> None:
         while True:

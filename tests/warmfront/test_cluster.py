@@ -257,7 +257,9 @@ def test_on_ray_the_same_and_a_killed_up_is_cleaned_by_down(cli: Cli, temp_root:
         up.assert_nothing_is_left()
         assert "warmfront is ready" in up.out.read_text()
         assert "raylet" not in up.out.read_text() + up.err.read_text()
-        assert (tmp_path / "logs" / "w0.log").read_text()
+        log = tmp_path / "logs" / "w0.log"
+        assert not log.is_symlink()
+        assert log.read_text().count("state=READY") == 2, "the log of both processes, the killed one's too"
 
     (tmp_path / "again").mkdir()
     with started(tmp_path / "again", "--replicas", "1") as up:
