@@ -162,7 +162,7 @@ def uncached_cluster(settings: dict[str, Any]) -> Iterator[Client]:
         write_private(config, yaml.safe_dump({**settings, **own}))
         with log.open("wb") as output:
             process = subprocess.Popen(
-                [sys.executable, "-m", "warmfront", "up", "--config", str(config)],
+                [sys.executable, "-P", "-m", "warmfront", "up", "--config", str(config)],
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=output,

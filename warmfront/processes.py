@@ -107,6 +107,7 @@ class ChildProcesses:
         with child.log.open("ab") as log:
             child.process = await asyncio.create_subprocess_exec(
                 sys.executable,
+                "-P",  # a redis.py in the folder where `up` was typed is none of ours
                 "-m",
                 "warmfront",
                 child.role,

@@ -12,6 +12,7 @@ import shutil
 import signal
 import socket
 import sys
+import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import replace
@@ -32,6 +33,8 @@ from warmfront.processes import tail
 from warmfront.run_dir import RUN_DIR_ENV, Process, RunDir, write_private
 from warmfront.store import EmbeddedValkey, check_redis, free_port
 from worker.config import WorkerConfig
+
+_LAST_PORT = 65535
 
 
 class Parts(Protocol):
@@ -98,13 +101,21 @@ def check_settings(settings: UpConfig, params: dict[str, Any]) -> None:
             raise WrongUse(
                 f"--replicas {settings.replicas}: each takes one GPU, and here are {gpus} (or say --device cpu)"
             )
+    taken: dict[int, str] = {}
     for name in ("http", "grpc", "metrics"):
-        first = params[f"{name}_port"]
+        first, flag = params[f"{name}_port"], f"--{name}-port"
         many = settings.routers + settings.replicas if name == "metrics" else 1
         for port in range(first, first + many) if first else ():
-            probe_port(params["listen"], port, f"--{name}-port")
+            if port > _LAST_PORT:
+                raise WrongUse(f"{flag} {first}: {many} ports are needed from there on, and {_LAST_PORT} is the last")
+            if port in taken:
+                raise WrongUse(f"{flag} {port}: {taken[port]} takes that one")
+            taken[port] = flag
+            probe_port(params["listen"], port, flag)
     if settings.ready_file is not None:
         check_folder(settings.ready_file.parent, "--ready-file")
+        if settings.ready_file.is_dir():
+            raise WrongUse(f"--ready-file: {settings.ready_file} is a folder")
     if settings.log_dir is not None:
         check_folder(settings.log_dir, "--log-dir")
     if settings.redis_url is not None:
@@ -132,8 +143,10 @@ def check_folder(folder: Path, flag: str) -> None:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     except OSError as error:
         raise WrongUse(f"{flag}: cannot make {folder}: {error.strerror}") from error
-    if not os.access(folder, os.W_OK | os.X_OK):
-        raise WrongUse(f"{flag}: {folder} cannot be written to")
+    try:
+        tempfile.TemporaryFile(dir=folder).close()
+    except OSError as error:
+        raise WrongUse(f"{flag}: {folder} cannot be written to: {error.strerror}") from error
 
 
 def gpus_of(device: str) -> int:
@@ -234,7 +247,7 @@ class _Cluster:
 
     def _names(self) -> list[str]:
         # In a Redis of its own a cluster's replicas need no longer names; in a shared one they must differ.
-        suffix = "" if self._settings.redis_url is None else self._run_dir.path.name[-5:].replace("_", "-")
+        suffix = "" if self._settings.redis_url is None else self._run_dir.path.name[-5:].replace("_", "0")
         return [f"w{number}{suffix and '-'}{suffix}" for number in range(self._settings.replicas)]
 
     def _flags(self, command: str, shared: dict[str, str]) -> dict[str, Any]:
@@ -314,9 +327,12 @@ class _Cluster:
                 if now.get(name, "GONE") != seen.get(name):
                     say(f"{name} {now.get(name, 'GONE')}")
             seen = {**dict.fromkeys(seen, "GONE"), **now}
-            if self._state() != published:
+            state = self._state()
+            if state != published:
+                if ended := set(published[1]["router"]) - set(state[1]["router"]):
+                    say(f"a router has ended and is started again (process {', '.join(map(str, sorted(ended)))})")
                 self._publish()
-                published = self._state()
+                published = state
 
     async def _end(self, progress: Progress) -> None:
         if self._stop.is_set():

@@ -67,6 +67,19 @@ def test_a_place_that_cannot_be_written_to_is_refused_before_anything_starts(cli
         assert (result.exit_code, f"{flag}: cannot make" in result.err, result.err.count("\n")) == (2, True, 1)
 
 
+def test_places_and_ports_that_cannot_be_are_refused_with_one_line(cli: Cli, tmp_path: Path) -> None:
+    port = free_port()
+    for arguments, words in (
+        (("--ready-file", "/proc/ready.json"), "/proc cannot be written to"),
+        (("--ready-file", str(tmp_path)), "is a folder"),
+        (("--metrics-port", "65535"), "65535 is the last"),
+        (("--http-port", str(port), "--metrics-port", str(port)), f"--metrics-port {port}: --http-port takes that one"),
+    ):
+        result = cli("up", *PORTS, "--engine", "simulated", *arguments)
+        assert (result.exit_code, words in result.err, result.err.count("\n")) == (2, True, 1), result.err
+    assert all_run_dirs() == []
+
+
 def test_settings_that_contradict_each_other_end_with_2(cli: Cli) -> None:
     for arguments, words in (
         (("--lease", "1s", "--heartbeat", "1s"), "--lease"),
