@@ -88,7 +88,7 @@ async def prompt_ids(request: inference_pb2.GenerateRequest, model: ModelProfile
         packed = await model.text_ids(request.text)
     else:
         packed = await model.chat_ids(request.chat)
-    name = {"token_ids": "token_ids", "text": "prompt", "chat": "messages"}[str(kind)]
+    name = "messages" if kind == "chat" else "prompt"  # as HTTP calls them; over gRPC the group of the two is "prompt"
     if not packed:
         raise _invalid(name, "is empty: give at least one token")
     num_tokens = len(packed) // 4

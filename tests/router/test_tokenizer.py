@@ -55,6 +55,13 @@ async def test_pieces_joined_are_the_encoding_of_the_whole(tokenizer: Tokenizer)
     encoder.close()
 
 
+async def test_a_text_that_is_long_enough_for_the_thread_has_the_same_ids() -> None:
+    tokenizer = trained()
+    text = "the quick brown fox <|im_end|> jumps over 17 lazy dogs\n" * 100
+    packed = await SegmentedEncoder(tokenizer.to_str()).encode(text)
+    assert unpack_ids(packed) == tokenizer.encode(text, add_special_tokens=False).ids
+
+
 async def test_the_next_turn_encodes_its_own_messages_alone() -> None:
     encoder = SegmentedEncoder(trained().to_str())
     template = ChatTemplate(TEMPLATE, {})
