@@ -7,6 +7,7 @@ one that is restarted adopts what runs.
 """
 
 import logging
+import socket
 import threading
 import time
 from collections.abc import Callable, Iterable
@@ -21,6 +22,7 @@ from router.worker_client import is_serving
 log = logging.getLogger(__name__)
 
 MAX_STRIKES = 3
+_CONNECT_TIMEOUT_S = 1.0
 _DEAD = "DEAD"
 _RESTARTING = "RESTARTING"
 
@@ -85,6 +87,7 @@ class _Worker:
     spec: WorkerSpec
     handle: Any
     health: WorkerHealth
+    address: str = ""  # of its server, when it last answered
 
 
 class Controller:
@@ -154,7 +157,7 @@ class Controller:
         if pings:
             ray.wait(list(pings.values()), num_returns=len(pings), timeout=self._timing.deadline_s)
         for worker in workers:
-            answer, error = self._answer_of(pings[worker.spec.name])
+            answer, error = self._answer_of(worker, pings[worker.spec.name])
             if answer.get("state") == "GONE":
                 self._let_go(worker)
                 continue
@@ -175,24 +178,38 @@ class Controller:
             self._workers.pop(worker.spec.name, None)
         ray.kill(worker.handle, no_restart=True)
 
-    def _answer_of(self, ping: Any) -> tuple[dict[str, Any], str]:
+    def _answer_of(self, worker: _Worker, ping: Any) -> tuple[dict[str, Any], str]:
         """A worker's answer to a ping, and what is wrong by that and its server's health; empty when nothing is."""
         try:
             answer: dict[str, Any] = ray.get(ping, timeout=0)
         except ray.exceptions.GetTimeoutError:
+            if _refuses(worker.address):  # Ray keeps calls back while it starts an actor again
+                return {"state": _RESTARTING}, "its process is gone, Ray starts it again"
             return {}, f"no answer to ping within {self._timing.deadline_s:g} s"
         except ray.exceptions.ActorDiedError as error:
             ended_itself = "INTENDED_USER_EXIT" in str(error)  # Ray's word for exit_actor
             return {"state": "GONE" if ended_itself else _DEAD}, f"its actor died: {error}"
         except ray.exceptions.ActorUnavailableError:
-            return {"state": _RESTARTING}, "Ray starts it again"
+            return {"state": _RESTARTING}, "its process is gone, Ray starts it again"
         except ray.exceptions.RayError as error:
             return {}, f"ping failed: {type(error).__name__}"
-        address = answer.get("address", "")
+        worker.address = address = answer.get("address", "")
         if not address:
             return answer, "its server does not listen yet"
         is_well = is_serving(address, self._timing.deadline_s)
         return answer, "" if is_well else f"its server at {address} is not healthy"
+
+
+def _refuses(address: str) -> bool:
+    """Whether nobody listens there any more; a process that hangs or is stopped still does."""
+    host, _, port = address.rpartition(":")
+    try:
+        socket.create_connection((host.strip("[]"), int(port)), timeout=_CONNECT_TIMEOUT_S).close()
+    except ConnectionRefusedError:
+        return True
+    except (OSError, ValueError):
+        return False
+    return False
 
 
 def _end(worker: _Worker) -> None:

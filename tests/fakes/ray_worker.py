@@ -18,7 +18,8 @@ from router.controller import WorkerSpec
 
 
 class RayWorker:
-    def __init__(self, needs: str | None = None, loads_s: float = 0) -> None:
+    def __init__(self, needs: str | None = None, starts_s: float = 0, loads_s: float = 0) -> None:
+        time.sleep(starts_s)
         if needs is not None and not Path(needs).exists():
             raise FileNotFoundError(needs)
         self._server = grpc.server(ThreadPoolExecutor(2))

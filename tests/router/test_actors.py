@@ -129,8 +129,8 @@ def test_a_killed_worker_that_loads_for_longer_than_the_strikes_starts_once(loca
     from router.controller import WatchTiming, WorkerSpec, start_controller
     from tests.fakes.ray_worker import launch
 
-    timing = WatchTiming(period_s=0.1, deadline_s=0.2, start_timeout_s=60)
-    spec = WorkerSpec(name="slow", settings={"loads_s": 2.0})
+    timing = WatchTiming(period_s=0.2, deadline_s=0.5, start_timeout_s=60)
+    spec = WorkerSpec(name="slow", settings={"starts_s": 4.0, "loads_s": 2.0})
     controller = start_controller(launch, [spec], name="controller-3", timing=timing)
 
     def is_serving() -> bool:
