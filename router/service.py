@@ -6,6 +6,7 @@ An answer's messages pass through as the bytes that the replica sent; a router n
 import logging
 import re
 import secrets
+import socket
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from typing import Any
@@ -103,11 +104,18 @@ class GrpcFront:
 
     async def start(self) -> int:
         """Listen; the port. Raises ``OSError`` when the port cannot be had."""
-        address = f"{self._config.listen}:{self._config.grpc_port}"
+        host, port = self._config.listen, self._config.grpc_port
+        address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
         try:
+            # gRPC writes a page of its own about a taken port. A shared one is not tried: clients might be sent there.
+            if port and not self._config.reuse_port:
+                family = socket.AF_INET6 if ":" in host else socket.AF_INET
+                with socket.create_server((host, port), family=family):
+                    pass
             port = self._server.add_insecure_port(address)
-        except RuntimeError as error:
-            raise OSError(f"cannot listen on {address} for gRPC: {error}") from error
+        except (OSError, RuntimeError) as error:
+            reason = error.strerror if isinstance(error, OSError) else error
+            raise OSError(f"cannot listen on {address} for gRPC: {reason}") from error
         await self.set_ready(False)
         await self._server.start()
         return port

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -304,3 +305,13 @@ async def test_one_bad_lease_hides_nobody_else(cluster: Cluster) -> None:
     await cluster.add_router()
     assert list(cluster.router.fleet.members) == ["w0"]
     assert await replica_of(cluster) == "w0"
+
+
+async def test_a_taken_grpc_port_is_named_and_grpc_is_quiet_about_it(
+    cluster: Cluster, capfd: pytest.CaptureFixture[str]
+) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as holder:
+        port = holder.getsockname()[1]
+        with pytest.raises(OSError, match=f"cannot listen on 127.0.0.1:{port} for gRPC: Address already in use"):
+            await cluster.add_router(wait=False, grpc_port=port)
+    assert "chttp2" not in capfd.readouterr().err
