@@ -158,7 +158,7 @@ class Controller:
             ray.wait(list(pings.values()), num_returns=len(pings), timeout=self._timing.deadline_s)
         for worker in workers:
             answer, error = self._answer_of(worker, pings[worker.spec.name])
-            if answer.get("state") == "GONE":
+            if answer.get("state") == "GONE" and not answer.get("fault"):  # with one it failed, and ends in a moment
                 self._let_go(worker)
                 continue
             health, now, boot = worker.health, time.monotonic(), answer.get("pid", 0)

@@ -140,15 +140,16 @@ class RayActors:
         logging.getLogger("ray").setLevel(logging.ERROR)
         sys.stdout = (self._log_dir / "ray.log").open("a", encoding="utf-8")  # Ray tells of each dead process there
         try:
-            ray.init(
-                address="local",  # never the cluster that some file in /tmp names
-                include_dashboard=False,
-                object_store_memory=_OBJECT_STORE_BYTES,
-                log_to_driver=False,
-                configure_logging=False,
-                namespace=NAMESPACE,
-                _temp_dir=str(self._home),
-            )
+            with contextlib.chdir(self._home):  # Ray's processes would import from the folder where `up` was typed
+                ray.init(
+                    address="local",  # never the cluster that some file in /tmp names
+                    include_dashboard=False,
+                    object_store_memory=_OBJECT_STORE_BYTES,
+                    log_to_driver=False,
+                    configure_logging=False,
+                    namespace=NAMESPACE,
+                    _temp_dir=str(self._home),
+                )
         except (RuntimeError, OSError, ValueError) as error:
             raise Failure(f"Ray does not start: {str(error).splitlines()[0]}") from error
         on_gpus = next(iter(workers.values())).engine == "model" and ray.cluster_resources().get("GPU", 0)
@@ -181,6 +182,7 @@ class RayActors:
                 self._pids[name] = ray.get(ping, timeout=0)["pid"]
             except ray.exceptions.ActorDiedError as error:
                 if not self._is_watching:
+                    self._check_logs()  # the reason it gave itself is the better one
                     raise WrongUse(f"{name} does not start: {_cause(error)}") from error
             except (ray.exceptions.RayError, ray.exceptions.GetTimeoutError):
                 if start_ticks(before.get(name, 0)) is not None:  # slow to answer, but there
@@ -191,13 +193,13 @@ class RayActors:
 
     def _check_logs(self) -> None:
         """Raises when a part has ended: Ray starts it again, but what ends at its first start ends for a reason."""
-        for name, pid in self._pids.items():
-            if self._first_pids.setdefault(name, pid) != pid:
-                raise Failure(f"{name} ended while starting: {last_line(self._log_dir / f'{name}.log')}")
         for log in self._home.glob("session_latest/logs/worker-*.err"):
             if ended := re.search(r"replica=(\S+) exit_code=(\d+): (.+)", tail(log)):
                 error = WrongUse if ended[2] == "2" else Failure
                 raise error(f"{ended[1]} ended with code {ended[2]} while starting: {ended[3]}")
+        for name, pid in self._pids.items():
+            if self._first_pids.setdefault(name, pid) != pid:
+                raise Failure(f"{name} ended while starting: {last_line(self._log_dir / f'{name}.log')}")
 
     def _drain(self, role: str, deadline_s: float) -> None:
         if not self._names[role]:

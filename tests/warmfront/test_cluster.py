@@ -24,6 +24,7 @@ from warmfront.store import check_redis
 
 ROOT = Path(__file__).resolve().parents[2]
 GUARD_S = 180.0
+WARMFRONT = (sys.executable, "-P", "-m", "warmfront")
 SMALL = (
     "--engine",
     "simulated",
@@ -52,9 +53,12 @@ class Up:
 
     def __init__(self, folder: Path, *arguments: str) -> None:
         self.ready_file, self.out, self.err = folder / "ready.json", folder / "out", folder / "err"
+        for name in ("redis.py", "router.py"):  # of whoever types `up` there: none of ours
+            (folder / name).write_text("raise SystemExit('imported from the current folder')")
         with self.out.open("wb") as out, self.err.open("wb") as err:
             self.process = subprocess.Popen(
-                [sys.executable, "-m", "warmfront", "up", *SMALL, "--ready-file", str(self.ready_file), *arguments],
+                [*WARMFRONT, "up", *SMALL, "--ready-file", str(self.ready_file), *arguments],
+                cwd=folder,
                 stdin=subprocess.DEVNULL,
                 stdout=out,
                 stderr=err,
