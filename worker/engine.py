@@ -203,6 +203,7 @@ class Engine:
         self._numbers = itertools.count(1)
         self._wake = threading.Condition()
         self._inbox: deque[Callable[[], None]] = deque()
+        self._num_arriving = 0  # choices in the inbox, which the scheduler does not count yet; under the lock
         self._stopping = False
         self._running: dict[int, _Running] = {}
         self._answers: dict[Choice, _Answer] = {}
@@ -226,7 +227,7 @@ class Engine:
 
         Raises ``QueueFullError`` when too many wait and ``EngineStoppedError`` after the end.
         """
-        self._scheduler.check_room(request.num_choices + len(self._inbox))
+        self._scheduler.check_room(request.num_choices + self._num_arriving)
         running = _Running(next(self._numbers), request, sink, time.monotonic())
         prompt_length = len(request.token_ids) - request.num_prior_output_tokens
         prompt, prior = request.token_ids[:prompt_length], request.token_ids[prompt_length:]
@@ -253,6 +254,8 @@ class Engine:
                 )
             )
         running.num_open = request.num_choices
+        with self._wake:
+            self._num_arriving += request.num_choices
         self._post(partial(self._enter, running))
         return running.number
 
@@ -355,6 +358,8 @@ class Engine:
     def _enter(self, running: _Running) -> None:
         self._running[running.number] = running
         request = running.request
+        with self._wake:
+            self._num_arriving -= request.num_choices
         for index, choice in enumerate(running.choices):
             text = Detokenizer(self._table, request.stop_strings)
             for token_id in choice.output_token_ids:
