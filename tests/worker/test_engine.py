@@ -270,7 +270,8 @@ async def test_the_snapshot_tells_the_load() -> None:
         view = bench.engine.snapshot()
         assert view.waiting_tokens == 40 - 32 + 30
         assert view.prefill_tokens_per_s > 0
-        assert (view.num_blocks, view.num_cached_blocks) == (64, 2)
+        assert view.num_blocks == 64
+        assert view.num_cached_blocks >= 2  # of the prompt; the answer may have filled another by now
 
 
 class Load:
