@@ -295,6 +295,7 @@ def _load_encoder(model: Path | None) -> Encode:
                 chat_template=files.chat_template or "",
                 bos_token=files.bos_token or "",
                 eos_token=files.eos_token or "",
+                max_model_len=2**31 - 1,  # a recorded prompt is read whole, however long
             )
         )
     except (ModelError, RouterError) as error:
