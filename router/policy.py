@@ -11,8 +11,8 @@ for me and once for each request it delays, and what my blocks push out of its c
     displaced(r)  tokens r must evict for the missing ones / speed(r) * min(4, mean age / age(r))
 
 An idle replica takes a copy cheaply, so bursts and hot prefixes spread; a busy one is given no repeat work, so nothing
-replicates under load. No threshold of load or of heat decides; the one band is for noise: idle replicas within 1.5 times
-of the fastest count as equally fast. The other policies are for comparison and for taste.
+replicates under load. No threshold of load or of heat decides; the one band is for noise: idle replicas within 1.5
+times of the fastest count as equally fast. The other policies are for comparison and for taste.
 """
 
 import hashlib
