@@ -10,6 +10,7 @@ RUN python -m venv /opt/warmfront
 WORKDIR /src
 COPY requirements.lock pyproject.toml README.md LICENSE ./
 COPY cache cache
+COPY common common
 COPY proto proto
 COPY router router
 COPY warmfront warmfront

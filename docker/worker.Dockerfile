@@ -21,6 +21,7 @@ FROM torch-cpu AS build-cpu
 WORKDIR /src
 COPY requirements.lock pyproject.toml README.md LICENSE ./
 COPY cache cache
+COPY common common
 COPY proto proto
 COPY router router
 COPY warmfront warmfront
@@ -33,6 +34,7 @@ FROM torch-cuda AS build-cuda
 WORKDIR /src
 COPY requirements.lock pyproject.toml README.md LICENSE ./
 COPY cache cache
+COPY common common
 COPY proto proto
 COPY router router
 COPY warmfront warmfront

@@ -11,8 +11,8 @@ from typing import Any
 
 import ray
 
+from common.logs import configure_logging
 from router.config import RouterConfig
-from router.logs import configure_logging
 from router.main import Endpoints, Router
 
 _START_TIMEOUT_S = 60.0

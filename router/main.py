@@ -7,12 +7,12 @@ import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from common.logs import configure_logging
 from router.admin import Admin
 from router.config import RouterConfig
 from router.dispatch import Dispatcher
 from router.fleet import Fleet
 from router.http import HttpFront
-from router.logs import configure_logging
 from router.metrics import MetricsServer, RouterMetrics
 from router.service import GrpcFront
 

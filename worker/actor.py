@@ -13,8 +13,9 @@ from typing import Any
 
 from ray.actor import exit_actor
 
+from common.logs import configure_logging
 from worker.config import WorkerConfig
-from worker.main import EXIT_FAILED, EXIT_OK, Worker, configure_logging
+from worker.main import EXIT_FAILED, EXIT_OK, Worker
 
 _START_TIMEOUT_S = 60.0
 _STOP_MARGIN_S = 10.0

@@ -13,10 +13,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import json
 import logging
 import signal
-import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -26,6 +24,7 @@ from warmfront_pb.v1 import common_pb2
 
 from cache.block_hash import HashScheme
 from cache.prefix_cache import PrefixCache
+from common.logs import configure_logging
 from worker.config import ConfigError, WorkerConfig
 from worker.detokenizer import TokenTable
 from worker.engine import Engine, StepReport
@@ -71,16 +70,6 @@ def loader_of(config: WorkerConfig) -> Loader:
     from worker.boot import load_replica
 
     return load_replica
-
-
-def configure_logging(*, as_json: bool, level: str) -> None:
-    """Send the log to standard error: key=value lines, or JSON ones."""
-    handler = logging.StreamHandler(sys.stderr)
-    formatter: logging.Formatter = _JsonFormatter() if as_json else logging.Formatter(_LOG_FORMAT)
-    formatter.converter = time.gmtime
-    formatter.default_time_format, formatter.default_msec_format = "%Y-%m-%dT%H:%M:%S", "%s.%03dZ"
-    handler.setFormatter(formatter)
-    logging.basicConfig(level=level.upper(), handlers=[handler], force=True)
 
 
 async def _run(configs: Sequence[WorkerConfig], ready: Callable[[str], None] | None) -> int:
@@ -415,19 +404,3 @@ def _in_thread(function: Callable[[], Loaded]) -> asyncio.Future[Loaded]:
 
 def _has_port(host: str) -> bool:
     return host.rpartition(":")[2].isdigit() and (host.count(":") == 1 or host.startswith("["))
-
-
-_LOG_FORMAT = "time=%(asctime)s level=%(levelname)s logger=%(name)s %(message)s"
-
-
-class _JsonFormatter(logging.Formatter):
-    def format(self, record: logging.LogRecord) -> str:
-        line = {
-            "time": self.formatTime(record),
-            "level": record.levelname,
-            "logger": record.name,
-            "message": record.getMessage(),
-        }
-        if record.exc_info:
-            line["exception"] = self.formatException(record.exc_info)
-        return json.dumps(line, ensure_ascii=False)

@@ -111,4 +111,4 @@ def test_what_is_copied_exists_and_the_build_context_holds_it(dockerfile: Path) 
 
 def test_every_package_of_the_project_is_copied(dockerfile: Path) -> None:
     copied = {line.split()[-1] for lines in stages(dockerfile).values() for line in lines if line.startswith("COPY")}
-    assert {"cache", "proto", "router", "warmfront", "worker"} <= copied
+    assert {"cache", "common", "proto", "router", "warmfront", "worker"} <= copied
