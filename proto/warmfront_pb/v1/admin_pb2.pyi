@@ -153,3 +153,69 @@ class ReplicaReset(_message.Message):
     blocks: int
     detail: str
     def __init__(self, replica: _Optional[str] = ..., outcome: _Optional[str] = ..., blocks: _Optional[int] = ..., detail: _Optional[str] = ...) -> None: ...
+
+class LoadLoraRequest(_message.Message):
+    __slots__ = ("name", "path", "replica")
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    PATH_FIELD_NUMBER: _ClassVar[int]
+    REPLICA_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    path: str
+    replica: str
+    def __init__(self, name: _Optional[str] = ..., path: _Optional[str] = ..., replica: _Optional[str] = ...) -> None: ...
+
+class UnloadLoraRequest(_message.Message):
+    __slots__ = ("name", "replica")
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    REPLICA_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    replica: str
+    def __init__(self, name: _Optional[str] = ..., replica: _Optional[str] = ...) -> None: ...
+
+class LoraResponse(_message.Message):
+    __slots__ = ("complete", "replicas")
+    COMPLETE_FIELD_NUMBER: _ClassVar[int]
+    REPLICAS_FIELD_NUMBER: _ClassVar[int]
+    complete: bool
+    replicas: _containers.RepeatedCompositeFieldContainer[ReplicaLora]
+    def __init__(self, complete: bool = ..., replicas: _Optional[_Iterable[_Union[ReplicaLora, _Mapping]]] = ...) -> None: ...
+
+class ReplicaLora(_message.Message):
+    __slots__ = ("replica", "outcome", "version", "rank", "running", "detail")
+    REPLICA_FIELD_NUMBER: _ClassVar[int]
+    OUTCOME_FIELD_NUMBER: _ClassVar[int]
+    VERSION_FIELD_NUMBER: _ClassVar[int]
+    RANK_FIELD_NUMBER: _ClassVar[int]
+    RUNNING_FIELD_NUMBER: _ClassVar[int]
+    DETAIL_FIELD_NUMBER: _ClassVar[int]
+    replica: str
+    outcome: str
+    version: str
+    rank: int
+    running: int
+    detail: str
+    def __init__(self, replica: _Optional[str] = ..., outcome: _Optional[str] = ..., version: _Optional[str] = ..., rank: _Optional[int] = ..., running: _Optional[int] = ..., detail: _Optional[str] = ...) -> None: ...
+
+class ListLorasRequest(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class ListLorasResponse(_message.Message):
+    __slots__ = ("loras",)
+    LORAS_FIELD_NUMBER: _ClassVar[int]
+    loras: _containers.RepeatedCompositeFieldContainer[Lora]
+    def __init__(self, loras: _Optional[_Iterable[_Union[Lora, _Mapping]]] = ...) -> None: ...
+
+class Lora(_message.Message):
+    __slots__ = ("name", "version", "rank", "replicas", "served")
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    VERSION_FIELD_NUMBER: _ClassVar[int]
+    RANK_FIELD_NUMBER: _ClassVar[int]
+    REPLICAS_FIELD_NUMBER: _ClassVar[int]
+    SERVED_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    version: str
+    rank: int
+    replicas: _containers.RepeatedScalarFieldContainer[str]
+    served: bool
+    def __init__(self, name: _Optional[str] = ..., version: _Optional[str] = ..., rank: _Optional[int] = ..., replicas: _Optional[_Iterable[str]] = ..., served: bool = ...) -> None: ...

@@ -54,6 +54,21 @@ class AdminStub(object):
                 request_serializer=warmfront__pb_dot_v1_dot_admin__pb2.ResetCacheRequest.SerializeToString,
                 response_deserializer=warmfront__pb_dot_v1_dot_admin__pb2.ResetCacheResponse.FromString,
                 _registered_method=True)
+        self.LoadLora = channel.unary_unary(
+                '/warmfront.v1.Admin/LoadLora',
+                request_serializer=warmfront__pb_dot_v1_dot_admin__pb2.LoadLoraRequest.SerializeToString,
+                response_deserializer=warmfront__pb_dot_v1_dot_admin__pb2.LoraResponse.FromString,
+                _registered_method=True)
+        self.UnloadLora = channel.unary_unary(
+                '/warmfront.v1.Admin/UnloadLora',
+                request_serializer=warmfront__pb_dot_v1_dot_admin__pb2.UnloadLoraRequest.SerializeToString,
+                response_deserializer=warmfront__pb_dot_v1_dot_admin__pb2.LoraResponse.FromString,
+                _registered_method=True)
+        self.ListLoras = channel.unary_unary(
+                '/warmfront.v1.Admin/ListLoras',
+                request_serializer=warmfront__pb_dot_v1_dot_admin__pb2.ListLorasRequest.SerializeToString,
+                response_deserializer=warmfront__pb_dot_v1_dot_admin__pb2.ListLorasResponse.FromString,
+                _registered_method=True)
 
 
 class AdminServicer(object):
@@ -86,6 +101,26 @@ class AdminServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def LoadLora(self, request, context):
+        """Let every replica, or one, load a LoRA adapter from its own disk or give it up. OK whatever became of it: the answer
+        says who did and who did not.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def UnloadLora(self, request, context):
+        """Missing associated documentation comment in .proto file."""
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def ListLoras(self, request, context):
+        """Missing associated documentation comment in .proto file."""
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_AdminServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -108,6 +143,21 @@ def add_AdminServicer_to_server(servicer, server):
                     servicer.ResetCache,
                     request_deserializer=warmfront__pb_dot_v1_dot_admin__pb2.ResetCacheRequest.FromString,
                     response_serializer=warmfront__pb_dot_v1_dot_admin__pb2.ResetCacheResponse.SerializeToString,
+            ),
+            'LoadLora': grpc.unary_unary_rpc_method_handler(
+                    servicer.LoadLora,
+                    request_deserializer=warmfront__pb_dot_v1_dot_admin__pb2.LoadLoraRequest.FromString,
+                    response_serializer=warmfront__pb_dot_v1_dot_admin__pb2.LoraResponse.SerializeToString,
+            ),
+            'UnloadLora': grpc.unary_unary_rpc_method_handler(
+                    servicer.UnloadLora,
+                    request_deserializer=warmfront__pb_dot_v1_dot_admin__pb2.UnloadLoraRequest.FromString,
+                    response_serializer=warmfront__pb_dot_v1_dot_admin__pb2.LoraResponse.SerializeToString,
+            ),
+            'ListLoras': grpc.unary_unary_rpc_method_handler(
+                    servicer.ListLoras,
+                    request_deserializer=warmfront__pb_dot_v1_dot_admin__pb2.ListLorasRequest.FromString,
+                    response_serializer=warmfront__pb_dot_v1_dot_admin__pb2.ListLorasResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -218,6 +268,87 @@ class Admin(object):
             '/warmfront.v1.Admin/ResetCache',
             warmfront__pb_dot_v1_dot_admin__pb2.ResetCacheRequest.SerializeToString,
             warmfront__pb_dot_v1_dot_admin__pb2.ResetCacheResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def LoadLora(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/warmfront.v1.Admin/LoadLora',
+            warmfront__pb_dot_v1_dot_admin__pb2.LoadLoraRequest.SerializeToString,
+            warmfront__pb_dot_v1_dot_admin__pb2.LoraResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def UnloadLora(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/warmfront.v1.Admin/UnloadLora',
+            warmfront__pb_dot_v1_dot_admin__pb2.UnloadLoraRequest.SerializeToString,
+            warmfront__pb_dot_v1_dot_admin__pb2.LoraResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ListLoras(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/warmfront.v1.Admin/ListLoras',
+            warmfront__pb_dot_v1_dot_admin__pb2.ListLorasRequest.SerializeToString,
+            warmfront__pb_dot_v1_dot_admin__pb2.ListLorasResponse.FromString,
             options,
             channel_credentials,
             insecure,

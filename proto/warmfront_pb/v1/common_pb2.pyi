@@ -1,7 +1,8 @@
+from google.protobuf.internal import containers as _containers
 from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
 from google.protobuf import descriptor as _descriptor
 from google.protobuf import message as _message
-from collections.abc import Mapping as _Mapping
+from collections.abc import Iterable as _Iterable, Mapping as _Mapping
 from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 
 DESCRIPTOR: _descriptor.FileDescriptor
@@ -46,7 +47,7 @@ class Contract(_message.Message):
     def __init__(self, model: _Optional[str] = ..., tokenizer: _Optional[str] = ..., dtype: _Optional[str] = ..., kv_cache_dtype: _Optional[str] = ..., mode: _Optional[str] = ..., max_model_len: _Optional[int] = ..., hash_algorithm: _Optional[str] = ..., hash_scheme: _Optional[str] = ..., block_size: _Optional[int] = ..., served_model_name: _Optional[str] = ...) -> None: ...
 
 class ReplicaLease(_message.Message):
-    __slots__ = ("replica", "generation", "heartbeat", "protocol_version", "address", "state", "contract", "limits", "load", "cache", "heartbeat_ms", "lease_ms", "fault")
+    __slots__ = ("replica", "generation", "heartbeat", "protocol_version", "address", "state", "contract", "limits", "load", "cache", "heartbeat_ms", "lease_ms", "fault", "loras")
     REPLICA_FIELD_NUMBER: _ClassVar[int]
     GENERATION_FIELD_NUMBER: _ClassVar[int]
     HEARTBEAT_FIELD_NUMBER: _ClassVar[int]
@@ -60,6 +61,7 @@ class ReplicaLease(_message.Message):
     HEARTBEAT_MS_FIELD_NUMBER: _ClassVar[int]
     LEASE_MS_FIELD_NUMBER: _ClassVar[int]
     FAULT_FIELD_NUMBER: _ClassVar[int]
+    LORAS_FIELD_NUMBER: _ClassVar[int]
     replica: str
     generation: str
     heartbeat: int
@@ -73,7 +75,18 @@ class ReplicaLease(_message.Message):
     heartbeat_ms: int
     lease_ms: int
     fault: str
-    def __init__(self, replica: _Optional[str] = ..., generation: _Optional[str] = ..., heartbeat: _Optional[int] = ..., protocol_version: _Optional[int] = ..., address: _Optional[str] = ..., state: _Optional[_Union[ReplicaState, str]] = ..., contract: _Optional[_Union[Contract, _Mapping]] = ..., limits: _Optional[_Union[Limits, _Mapping]] = ..., load: _Optional[_Union[Load, _Mapping]] = ..., cache: _Optional[_Union[CacheState, _Mapping]] = ..., heartbeat_ms: _Optional[int] = ..., lease_ms: _Optional[int] = ..., fault: _Optional[str] = ...) -> None: ...
+    loras: _containers.RepeatedCompositeFieldContainer[LoadedLora]
+    def __init__(self, replica: _Optional[str] = ..., generation: _Optional[str] = ..., heartbeat: _Optional[int] = ..., protocol_version: _Optional[int] = ..., address: _Optional[str] = ..., state: _Optional[_Union[ReplicaState, str]] = ..., contract: _Optional[_Union[Contract, _Mapping]] = ..., limits: _Optional[_Union[Limits, _Mapping]] = ..., load: _Optional[_Union[Load, _Mapping]] = ..., cache: _Optional[_Union[CacheState, _Mapping]] = ..., heartbeat_ms: _Optional[int] = ..., lease_ms: _Optional[int] = ..., fault: _Optional[str] = ..., loras: _Optional[_Iterable[_Union[LoadedLora, _Mapping]]] = ...) -> None: ...
+
+class LoadedLora(_message.Message):
+    __slots__ = ("name", "version", "rank")
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    VERSION_FIELD_NUMBER: _ClassVar[int]
+    RANK_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    version: str
+    rank: int
+    def __init__(self, name: _Optional[str] = ..., version: _Optional[str] = ..., rank: _Optional[int] = ...) -> None: ...
 
 class Limits(_message.Message):
     __slots__ = ("max_model_len", "max_num_seqs", "max_num_batched_tokens", "max_queue")

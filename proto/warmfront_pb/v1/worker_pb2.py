@@ -26,7 +26,7 @@ from warmfront_pb.v1 import common_pb2 as warmfront__pb_dot_v1_dot_common__pb2
 from warmfront_pb.v1 import inference_pb2 as warmfront__pb_dot_v1_dot_inference__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1cwarmfront_pb/v1/worker.proto\x12\x0cwarmfront.v1\x1a\x1cwarmfront_pb/v1/common.proto\x1a\x1fwarmfront_pb/v1/inference.proto\"\xa6\x02\n\x15WorkerGenerateRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x11\n\ttoken_ids\x18\x02 \x01(\x0c\x12.\n\x08sampling\x18\x03 \x01(\x0b\x32\x1c.warmfront.v1.SamplingParams\x12\x12\n\ncache_salt\x18\x04 \x01(\t\x12\x10\n\x08priority\x18\x05 \x01(\x05\x12\x0c\n\x04lora\x18\x06 \x01(\t\x12*\n\tretention\x18\x07 \x03(\x0b\x32\x17.warmfront.v1.Retention\x12\x11\n\tsynthetic\x18\x08 \x01(\x08\x12\x0e\n\x06tenant\x18\t \x01(\t\x12\x12\n\ngeneration\x18\n \x01(\t\x12\x1f\n\x17num_prior_output_tokens\x18\x0b \x01(\r\"\x11\n\x0fGetModelRequest\"\xd6\x02\n\x10GetModelResponse\x12\x19\n\x11served_model_name\x18\x01 \x01(\t\x12\x16\n\x0etokenizer_json\x18\x02 \x01(\t\x12\x15\n\rchat_template\x18\x03 \x01(\t\x12\x11\n\tbos_token\x18\x04 \x01(\t\x12\x11\n\teos_token\x18\x05 \x01(\t\x12\x11\n\tunk_token\x18\x06 \x01(\t\x12\x11\n\tpad_token\x18\x07 \x01(\t\x12\x15\n\reos_token_ids\x18\x08 \x03(\r\x12\x15\n\rmax_model_len\x18\t \x01(\r\x12\x12\n\nvocab_size\x18\n \x01(\r\x12.\n\x08\x64\x65\x66\x61ults\x18\x0b \x01(\x0b\x32\x1c.warmfront.v1.SamplingParams\x12\x10\n\x08\x61\x64\x64s_bos\x18\x0c \x01(\x08\x12(\n\x08\x63ontract\x18\r \x01(\x0b\x32\x16.warmfront.v1.Contract\"\x13\n\x11GetReplicaRequest\"?\n\x12GetReplicaResponse\x12)\n\x05lease\x18\x01 \x01(\x0b\x32\x1a.warmfront.v1.ReplicaLease\")\n\x12\x44rainWorkerRequest\x12\x13\n\x0b\x64\x65\x61\x64line_ms\x18\x01 \x01(\r\"&\n\x13\x44rainWorkerResponse\x12\x0f\n\x07running\x18\x01 \x01(\r\"\x19\n\x17ResetWorkerCacheRequest\"*\n\x18ResetWorkerCacheResponse\x12\x0e\n\x06\x62locks\x18\x01 \x01(\r2\xa2\x03\n\x06Worker\x12Q\n\x08Generate\x12#.warmfront.v1.WorkerGenerateRequest\x1a\x1e.warmfront.v1.GenerateResponse0\x01\x12I\n\x08GetModel\x12\x1d.warmfront.v1.GetModelRequest\x1a\x1e.warmfront.v1.GetModelResponse\x12O\n\nGetReplica\x12\x1f.warmfront.v1.GetReplicaRequest\x1a .warmfront.v1.GetReplicaResponse\x12L\n\x05\x44rain\x12 .warmfront.v1.DrainWorkerRequest\x1a!.warmfront.v1.DrainWorkerResponse\x12[\n\nResetCache\x12%.warmfront.v1.ResetWorkerCacheRequest\x1a&.warmfront.v1.ResetWorkerCacheResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1cwarmfront_pb/v1/worker.proto\x12\x0cwarmfront.v1\x1a\x1cwarmfront_pb/v1/common.proto\x1a\x1fwarmfront_pb/v1/inference.proto\"\xbc\x02\n\x15WorkerGenerateRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x11\n\ttoken_ids\x18\x02 \x01(\x0c\x12.\n\x08sampling\x18\x03 \x01(\x0b\x32\x1c.warmfront.v1.SamplingParams\x12\x12\n\ncache_salt\x18\x04 \x01(\t\x12\x10\n\x08priority\x18\x05 \x01(\x05\x12\x0c\n\x04lora\x18\x06 \x01(\t\x12*\n\tretention\x18\x07 \x03(\x0b\x32\x17.warmfront.v1.Retention\x12\x11\n\tsynthetic\x18\x08 \x01(\x08\x12\x0e\n\x06tenant\x18\t \x01(\t\x12\x12\n\ngeneration\x18\n \x01(\t\x12\x1f\n\x17num_prior_output_tokens\x18\x0b \x01(\r\x12\x14\n\x0clora_version\x18\x0c \x01(\t\"\x11\n\x0fGetModelRequest\"\xd6\x02\n\x10GetModelResponse\x12\x19\n\x11served_model_name\x18\x01 \x01(\t\x12\x16\n\x0etokenizer_json\x18\x02 \x01(\t\x12\x15\n\rchat_template\x18\x03 \x01(\t\x12\x11\n\tbos_token\x18\x04 \x01(\t\x12\x11\n\teos_token\x18\x05 \x01(\t\x12\x11\n\tunk_token\x18\x06 \x01(\t\x12\x11\n\tpad_token\x18\x07 \x01(\t\x12\x15\n\reos_token_ids\x18\x08 \x03(\r\x12\x15\n\rmax_model_len\x18\t \x01(\r\x12\x12\n\nvocab_size\x18\n \x01(\r\x12.\n\x08\x64\x65\x66\x61ults\x18\x0b \x01(\x0b\x32\x1c.warmfront.v1.SamplingParams\x12\x10\n\x08\x61\x64\x64s_bos\x18\x0c \x01(\x08\x12(\n\x08\x63ontract\x18\r \x01(\x0b\x32\x16.warmfront.v1.Contract\"\x13\n\x11GetReplicaRequest\"?\n\x12GetReplicaResponse\x12)\n\x05lease\x18\x01 \x01(\x0b\x32\x1a.warmfront.v1.ReplicaLease\")\n\x12\x44rainWorkerRequest\x12\x13\n\x0b\x64\x65\x61\x64line_ms\x18\x01 \x01(\r\"&\n\x13\x44rainWorkerResponse\x12\x0f\n\x07running\x18\x01 \x01(\r\"\x19\n\x17ResetWorkerCacheRequest\"*\n\x18ResetWorkerCacheResponse\x12\x0e\n\x06\x62locks\x18\x01 \x01(\r\"3\n\x15LoadWorkerLoraRequest\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0c\n\x04path\x18\x02 \x01(\t\"T\n\x16LoadWorkerLoraResponse\x12&\n\x04lora\x18\x01 \x01(\x0b\x32\x18.warmfront.v1.LoadedLora\x12\x12\n\nwas_loaded\x18\x02 \x01(\x08\"\'\n\x17UnloadWorkerLoraRequest\x12\x0c\n\x04name\x18\x01 \x01(\t\"S\n\x18UnloadWorkerLoraResponse\x12&\n\x04lora\x18\x01 \x01(\x0b\x32\x18.warmfront.v1.LoadedLora\x12\x0f\n\x07running\x18\x02 \x01(\r2\xd6\x04\n\x06Worker\x12Q\n\x08Generate\x12#.warmfront.v1.WorkerGenerateRequest\x1a\x1e.warmfront.v1.GenerateResponse0\x01\x12I\n\x08GetModel\x12\x1d.warmfront.v1.GetModelRequest\x1a\x1e.warmfront.v1.GetModelResponse\x12O\n\nGetReplica\x12\x1f.warmfront.v1.GetReplicaRequest\x1a .warmfront.v1.GetReplicaResponse\x12L\n\x05\x44rain\x12 .warmfront.v1.DrainWorkerRequest\x1a!.warmfront.v1.DrainWorkerResponse\x12[\n\nResetCache\x12%.warmfront.v1.ResetWorkerCacheRequest\x1a&.warmfront.v1.ResetWorkerCacheResponse\x12U\n\x08LoadLora\x12#.warmfront.v1.LoadWorkerLoraRequest\x1a$.warmfront.v1.LoadWorkerLoraResponse\x12[\n\nUnloadLora\x12%.warmfront.v1.UnloadWorkerLoraRequest\x1a&.warmfront.v1.UnloadWorkerLoraResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -34,23 +34,31 @@ _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'warmfront_pb.v1.worker_pb2'
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
   _globals['_WORKERGENERATEREQUEST']._serialized_start=110
-  _globals['_WORKERGENERATEREQUEST']._serialized_end=404
-  _globals['_GETMODELREQUEST']._serialized_start=406
-  _globals['_GETMODELREQUEST']._serialized_end=423
-  _globals['_GETMODELRESPONSE']._serialized_start=426
-  _globals['_GETMODELRESPONSE']._serialized_end=768
-  _globals['_GETREPLICAREQUEST']._serialized_start=770
-  _globals['_GETREPLICAREQUEST']._serialized_end=789
-  _globals['_GETREPLICARESPONSE']._serialized_start=791
-  _globals['_GETREPLICARESPONSE']._serialized_end=854
-  _globals['_DRAINWORKERREQUEST']._serialized_start=856
-  _globals['_DRAINWORKERREQUEST']._serialized_end=897
-  _globals['_DRAINWORKERRESPONSE']._serialized_start=899
-  _globals['_DRAINWORKERRESPONSE']._serialized_end=937
-  _globals['_RESETWORKERCACHEREQUEST']._serialized_start=939
-  _globals['_RESETWORKERCACHEREQUEST']._serialized_end=964
-  _globals['_RESETWORKERCACHERESPONSE']._serialized_start=966
-  _globals['_RESETWORKERCACHERESPONSE']._serialized_end=1008
-  _globals['_WORKER']._serialized_start=1011
-  _globals['_WORKER']._serialized_end=1429
+  _globals['_WORKERGENERATEREQUEST']._serialized_end=426
+  _globals['_GETMODELREQUEST']._serialized_start=428
+  _globals['_GETMODELREQUEST']._serialized_end=445
+  _globals['_GETMODELRESPONSE']._serialized_start=448
+  _globals['_GETMODELRESPONSE']._serialized_end=790
+  _globals['_GETREPLICAREQUEST']._serialized_start=792
+  _globals['_GETREPLICAREQUEST']._serialized_end=811
+  _globals['_GETREPLICARESPONSE']._serialized_start=813
+  _globals['_GETREPLICARESPONSE']._serialized_end=876
+  _globals['_DRAINWORKERREQUEST']._serialized_start=878
+  _globals['_DRAINWORKERREQUEST']._serialized_end=919
+  _globals['_DRAINWORKERRESPONSE']._serialized_start=921
+  _globals['_DRAINWORKERRESPONSE']._serialized_end=959
+  _globals['_RESETWORKERCACHEREQUEST']._serialized_start=961
+  _globals['_RESETWORKERCACHEREQUEST']._serialized_end=986
+  _globals['_RESETWORKERCACHERESPONSE']._serialized_start=988
+  _globals['_RESETWORKERCACHERESPONSE']._serialized_end=1030
+  _globals['_LOADWORKERLORAREQUEST']._serialized_start=1032
+  _globals['_LOADWORKERLORAREQUEST']._serialized_end=1083
+  _globals['_LOADWORKERLORARESPONSE']._serialized_start=1085
+  _globals['_LOADWORKERLORARESPONSE']._serialized_end=1169
+  _globals['_UNLOADWORKERLORAREQUEST']._serialized_start=1171
+  _globals['_UNLOADWORKERLORAREQUEST']._serialized_end=1210
+  _globals['_UNLOADWORKERLORARESPONSE']._serialized_start=1212
+  _globals['_UNLOADWORKERLORARESPONSE']._serialized_end=1295
+  _globals['_WORKER']._serialized_start=1298
+  _globals['_WORKER']._serialized_end=1896
 # @@protoc_insertion_point(module_scope)

@@ -9,7 +9,7 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 DESCRIPTOR: _descriptor.FileDescriptor
 
 class WorkerGenerateRequest(_message.Message):
-    __slots__ = ("request_id", "token_ids", "sampling", "cache_salt", "priority", "lora", "retention", "synthetic", "tenant", "generation", "num_prior_output_tokens")
+    __slots__ = ("request_id", "token_ids", "sampling", "cache_salt", "priority", "lora", "retention", "synthetic", "tenant", "generation", "num_prior_output_tokens", "lora_version")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     SAMPLING_FIELD_NUMBER: _ClassVar[int]
@@ -21,6 +21,7 @@ class WorkerGenerateRequest(_message.Message):
     TENANT_FIELD_NUMBER: _ClassVar[int]
     GENERATION_FIELD_NUMBER: _ClassVar[int]
     NUM_PRIOR_OUTPUT_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    LORA_VERSION_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     token_ids: bytes
     sampling: _inference_pb2.SamplingParams
@@ -32,7 +33,8 @@ class WorkerGenerateRequest(_message.Message):
     tenant: str
     generation: str
     num_prior_output_tokens: int
-    def __init__(self, request_id: _Optional[str] = ..., token_ids: _Optional[bytes] = ..., sampling: _Optional[_Union[_inference_pb2.SamplingParams, _Mapping]] = ..., cache_salt: _Optional[str] = ..., priority: _Optional[int] = ..., lora: _Optional[str] = ..., retention: _Optional[_Iterable[_Union[_inference_pb2.Retention, _Mapping]]] = ..., synthetic: bool = ..., tenant: _Optional[str] = ..., generation: _Optional[str] = ..., num_prior_output_tokens: _Optional[int] = ...) -> None: ...
+    lora_version: str
+    def __init__(self, request_id: _Optional[str] = ..., token_ids: _Optional[bytes] = ..., sampling: _Optional[_Union[_inference_pb2.SamplingParams, _Mapping]] = ..., cache_salt: _Optional[str] = ..., priority: _Optional[int] = ..., lora: _Optional[str] = ..., retention: _Optional[_Iterable[_Union[_inference_pb2.Retention, _Mapping]]] = ..., synthetic: bool = ..., tenant: _Optional[str] = ..., generation: _Optional[str] = ..., num_prior_output_tokens: _Optional[int] = ..., lora_version: _Optional[str] = ...) -> None: ...
 
 class GetModelRequest(_message.Message):
     __slots__ = ()
@@ -99,3 +101,33 @@ class ResetWorkerCacheResponse(_message.Message):
     BLOCKS_FIELD_NUMBER: _ClassVar[int]
     blocks: int
     def __init__(self, blocks: _Optional[int] = ...) -> None: ...
+
+class LoadWorkerLoraRequest(_message.Message):
+    __slots__ = ("name", "path")
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    PATH_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    path: str
+    def __init__(self, name: _Optional[str] = ..., path: _Optional[str] = ...) -> None: ...
+
+class LoadWorkerLoraResponse(_message.Message):
+    __slots__ = ("lora", "was_loaded")
+    LORA_FIELD_NUMBER: _ClassVar[int]
+    WAS_LOADED_FIELD_NUMBER: _ClassVar[int]
+    lora: _common_pb2.LoadedLora
+    was_loaded: bool
+    def __init__(self, lora: _Optional[_Union[_common_pb2.LoadedLora, _Mapping]] = ..., was_loaded: bool = ...) -> None: ...
+
+class UnloadWorkerLoraRequest(_message.Message):
+    __slots__ = ("name",)
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    def __init__(self, name: _Optional[str] = ...) -> None: ...
+
+class UnloadWorkerLoraResponse(_message.Message):
+    __slots__ = ("lora", "running")
+    LORA_FIELD_NUMBER: _ClassVar[int]
+    RUNNING_FIELD_NUMBER: _ClassVar[int]
+    lora: _common_pb2.LoadedLora
+    running: int
+    def __init__(self, lora: _Optional[_Union[_common_pb2.LoadedLora, _Mapping]] = ..., running: _Optional[int] = ...) -> None: ...

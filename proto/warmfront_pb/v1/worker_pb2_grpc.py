@@ -60,6 +60,16 @@ class WorkerStub(object):
                 request_serializer=warmfront__pb_dot_v1_dot_worker__pb2.ResetWorkerCacheRequest.SerializeToString,
                 response_deserializer=warmfront__pb_dot_v1_dot_worker__pb2.ResetWorkerCacheResponse.FromString,
                 _registered_method=True)
+        self.LoadLora = channel.unary_unary(
+                '/warmfront.v1.Worker/LoadLora',
+                request_serializer=warmfront__pb_dot_v1_dot_worker__pb2.LoadWorkerLoraRequest.SerializeToString,
+                response_deserializer=warmfront__pb_dot_v1_dot_worker__pb2.LoadWorkerLoraResponse.FromString,
+                _registered_method=True)
+        self.UnloadLora = channel.unary_unary(
+                '/warmfront.v1.Worker/UnloadLora',
+                request_serializer=warmfront__pb_dot_v1_dot_worker__pb2.UnloadWorkerLoraRequest.SerializeToString,
+                response_deserializer=warmfront__pb_dot_v1_dot_worker__pb2.UnloadWorkerLoraResponse.FromString,
+                _registered_method=True)
 
 
 class WorkerServicer(object):
@@ -101,6 +111,22 @@ class WorkerServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def LoadLora(self, request, context):
+        """Read a LoRA adapter from this worker's disk and serve it from the next step on. The same content under the same name
+        again changes nothing. INVALID_ARGUMENT: the path is in no --lora-dir, or the files cannot be used; the message says
+        why. FAILED_PRECONDITION: the name stands for other content, or there is no room. UNIMPLEMENTED: without --lora-dir.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def UnloadLora(self, request, context):
+        """Refuse new requests of an adapter; its memory is free when the running ones have ended. NOT_FOUND: it is not loaded.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_WorkerServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -128,6 +154,16 @@ def add_WorkerServicer_to_server(servicer, server):
                     servicer.ResetCache,
                     request_deserializer=warmfront__pb_dot_v1_dot_worker__pb2.ResetWorkerCacheRequest.FromString,
                     response_serializer=warmfront__pb_dot_v1_dot_worker__pb2.ResetWorkerCacheResponse.SerializeToString,
+            ),
+            'LoadLora': grpc.unary_unary_rpc_method_handler(
+                    servicer.LoadLora,
+                    request_deserializer=warmfront__pb_dot_v1_dot_worker__pb2.LoadWorkerLoraRequest.FromString,
+                    response_serializer=warmfront__pb_dot_v1_dot_worker__pb2.LoadWorkerLoraResponse.SerializeToString,
+            ),
+            'UnloadLora': grpc.unary_unary_rpc_method_handler(
+                    servicer.UnloadLora,
+                    request_deserializer=warmfront__pb_dot_v1_dot_worker__pb2.UnloadWorkerLoraRequest.FromString,
+                    response_serializer=warmfront__pb_dot_v1_dot_worker__pb2.UnloadWorkerLoraResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -265,6 +301,60 @@ class Worker(object):
             '/warmfront.v1.Worker/ResetCache',
             warmfront__pb_dot_v1_dot_worker__pb2.ResetWorkerCacheRequest.SerializeToString,
             warmfront__pb_dot_v1_dot_worker__pb2.ResetWorkerCacheResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def LoadLora(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/warmfront.v1.Worker/LoadLora',
+            warmfront__pb_dot_v1_dot_worker__pb2.LoadWorkerLoraRequest.SerializeToString,
+            warmfront__pb_dot_v1_dot_worker__pb2.LoadWorkerLoraResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def UnloadLora(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/warmfront.v1.Worker/UnloadLora',
+            warmfront__pb_dot_v1_dot_worker__pb2.UnloadWorkerLoraRequest.SerializeToString,
+            warmfront__pb_dot_v1_dot_worker__pb2.UnloadWorkerLoraResponse.FromString,
             options,
             channel_credentials,
             insecure,
