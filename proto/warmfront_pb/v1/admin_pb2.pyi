@@ -13,12 +13,30 @@ class ListReplicasRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class ListReplicasResponse(_message.Message):
-    __slots__ = ("fleet", "replicas")
+    __slots__ = ("fleet", "replicas", "queue")
     FLEET_FIELD_NUMBER: _ClassVar[int]
     REPLICAS_FIELD_NUMBER: _ClassVar[int]
+    QUEUE_FIELD_NUMBER: _ClassVar[int]
     fleet: str
     replicas: _containers.RepeatedCompositeFieldContainer[Replica]
-    def __init__(self, fleet: _Optional[str] = ..., replicas: _Optional[_Iterable[_Union[Replica, _Mapping]]] = ...) -> None: ...
+    queue: Queue
+    def __init__(self, fleet: _Optional[str] = ..., replicas: _Optional[_Iterable[_Union[Replica, _Mapping]]] = ..., queue: _Optional[_Union[Queue, _Mapping]] = ...) -> None: ...
+
+class Queue(_message.Message):
+    __slots__ = ("requests", "tokens", "oldest_s", "tenants", "tokens_per_s", "full_replicas")
+    REQUESTS_FIELD_NUMBER: _ClassVar[int]
+    TOKENS_FIELD_NUMBER: _ClassVar[int]
+    OLDEST_S_FIELD_NUMBER: _ClassVar[int]
+    TENANTS_FIELD_NUMBER: _ClassVar[int]
+    TOKENS_PER_S_FIELD_NUMBER: _ClassVar[int]
+    FULL_REPLICAS_FIELD_NUMBER: _ClassVar[int]
+    requests: int
+    tokens: int
+    oldest_s: float
+    tenants: int
+    tokens_per_s: float
+    full_replicas: int
+    def __init__(self, requests: _Optional[int] = ..., tokens: _Optional[int] = ..., oldest_s: _Optional[float] = ..., tenants: _Optional[int] = ..., tokens_per_s: _Optional[float] = ..., full_replicas: _Optional[int] = ...) -> None: ...
 
 class Replica(_message.Message):
     __slots__ = ("lease", "lease_age_s", "index_blocks", "inflight_tokens", "inflight_requests")
@@ -65,7 +83,7 @@ class ExplainResponse(_message.Message):
     def __init__(self, explanations: _Optional[_Iterable[_Union[Explanation, _Mapping]]] = ...) -> None: ...
 
 class Explanation(_message.Message):
-    __slots__ = ("request_id", "decided_at_s", "policy", "chosen", "reason", "prompt_tokens", "full_blocks", "block_size", "retries", "cached_tokens", "ttft_s", "replicas", "left_out")
+    __slots__ = ("request_id", "decided_at_s", "policy", "chosen", "reason", "prompt_tokens", "full_blocks", "block_size", "retries", "cached_tokens", "ttft_s", "replicas", "left_out", "queue_s", "cache")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     DECIDED_AT_S_FIELD_NUMBER: _ClassVar[int]
     POLICY_FIELD_NUMBER: _ClassVar[int]
@@ -79,6 +97,8 @@ class Explanation(_message.Message):
     TTFT_S_FIELD_NUMBER: _ClassVar[int]
     REPLICAS_FIELD_NUMBER: _ClassVar[int]
     LEFT_OUT_FIELD_NUMBER: _ClassVar[int]
+    QUEUE_S_FIELD_NUMBER: _ClassVar[int]
+    CACHE_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     decided_at_s: float
     policy: str
@@ -92,7 +112,9 @@ class Explanation(_message.Message):
     ttft_s: float
     replicas: _containers.RepeatedCompositeFieldContainer[ReplicaExplanation]
     left_out: int
-    def __init__(self, request_id: _Optional[str] = ..., decided_at_s: _Optional[float] = ..., policy: _Optional[str] = ..., chosen: _Optional[str] = ..., reason: _Optional[str] = ..., prompt_tokens: _Optional[int] = ..., full_blocks: _Optional[int] = ..., block_size: _Optional[int] = ..., retries: _Optional[int] = ..., cached_tokens: _Optional[int] = ..., ttft_s: _Optional[float] = ..., replicas: _Optional[_Iterable[_Union[ReplicaExplanation, _Mapping]]] = ..., left_out: _Optional[int] = ...) -> None: ...
+    queue_s: float
+    cache: _common_pb2.CacheExplanation
+    def __init__(self, request_id: _Optional[str] = ..., decided_at_s: _Optional[float] = ..., policy: _Optional[str] = ..., chosen: _Optional[str] = ..., reason: _Optional[str] = ..., prompt_tokens: _Optional[int] = ..., full_blocks: _Optional[int] = ..., block_size: _Optional[int] = ..., retries: _Optional[int] = ..., cached_tokens: _Optional[int] = ..., ttft_s: _Optional[float] = ..., replicas: _Optional[_Iterable[_Union[ReplicaExplanation, _Mapping]]] = ..., left_out: _Optional[int] = ..., queue_s: _Optional[float] = ..., cache: _Optional[_Union[_common_pb2.CacheExplanation, _Mapping]] = ...) -> None: ...
 
 class ReplicaExplanation(_message.Message):
     __slots__ = ("replica", "state", "reason", "detail", "device_blocks", "host_blocks", "pending_blocks", "matched_tokens", "waiting_tokens", "waiting_requests", "in_flight", "predicted_ttft_s", "wait_s", "miss_s", "displaced_s", "cost_s")

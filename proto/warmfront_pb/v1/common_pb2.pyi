@@ -147,3 +147,21 @@ class CacheState(_message.Message):
     host_kv_blocks_cached: int
     host_tokens_per_s: float
     def __init__(self, prefix_caching: bool = ..., last_seq: _Optional[int] = ..., kv_blocks: _Optional[int] = ..., kv_blocks_used: _Optional[int] = ..., kv_blocks_cached: _Optional[int] = ..., resident_hashes: _Optional[int] = ..., kv_bytes_per_token: _Optional[int] = ..., lru_age_s: _Optional[float] = ..., hit_rate_1m: _Optional[float] = ..., hit_rate_1h: _Optional[float] = ..., hit_rate: _Optional[float] = ..., token_reuse: bool = ..., hit_rate_verdict: _Optional[str] = ..., host_kv_blocks: _Optional[int] = ..., host_kv_blocks_cached: _Optional[int] = ..., host_tokens_per_s: _Optional[float] = ...) -> None: ...
+
+class CacheExplanation(_message.Message):
+    __slots__ = ("reason", "cached_tokens", "coming_tokens", "evicted_ago_s", "idle_s", "removal_reason", "evicted_for")
+    REASON_FIELD_NUMBER: _ClassVar[int]
+    CACHED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    COMING_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    EVICTED_AGO_S_FIELD_NUMBER: _ClassVar[int]
+    IDLE_S_FIELD_NUMBER: _ClassVar[int]
+    REMOVAL_REASON_FIELD_NUMBER: _ClassVar[int]
+    EVICTED_FOR_FIELD_NUMBER: _ClassVar[int]
+    reason: str
+    cached_tokens: int
+    coming_tokens: int
+    evicted_ago_s: float
+    idle_s: float
+    removal_reason: str
+    evicted_for: str
+    def __init__(self, reason: _Optional[str] = ..., cached_tokens: _Optional[int] = ..., coming_tokens: _Optional[int] = ..., evicted_ago_s: _Optional[float] = ..., idle_s: _Optional[float] = ..., removal_reason: _Optional[str] = ..., evicted_for: _Optional[str] = ...) -> None: ...

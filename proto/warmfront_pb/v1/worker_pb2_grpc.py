@@ -3,6 +3,7 @@
 import grpc
 import warnings
 
+from warmfront_pb.v1 import common_pb2 as warmfront__pb_dot_v1_dot_common__pb2
 from warmfront_pb.v1 import inference_pb2 as warmfront__pb_dot_v1_dot_inference__pb2
 from warmfront_pb.v1 import worker_pb2 as warmfront__pb_dot_v1_dot_worker__pb2
 
@@ -70,6 +71,11 @@ class WorkerStub(object):
                 request_serializer=warmfront__pb_dot_v1_dot_worker__pb2.UnloadWorkerLoraRequest.SerializeToString,
                 response_deserializer=warmfront__pb_dot_v1_dot_worker__pb2.UnloadWorkerLoraResponse.FromString,
                 _registered_method=True)
+        self.ExplainCache = channel.unary_unary(
+                '/warmfront.v1.Worker/ExplainCache',
+                request_serializer=warmfront__pb_dot_v1_dot_worker__pb2.ExplainCacheRequest.SerializeToString,
+                response_deserializer=warmfront__pb_dot_v1_dot_common__pb2.CacheExplanation.FromString,
+                _registered_method=True)
 
 
 class WorkerServicer(object):
@@ -127,6 +133,13 @@ class WorkerServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def ExplainCache(self, request, context):
+        """Why this replica's cache has what it has of a prompt. Changes nothing.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_WorkerServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -164,6 +177,11 @@ def add_WorkerServicer_to_server(servicer, server):
                     servicer.UnloadLora,
                     request_deserializer=warmfront__pb_dot_v1_dot_worker__pb2.UnloadWorkerLoraRequest.FromString,
                     response_serializer=warmfront__pb_dot_v1_dot_worker__pb2.UnloadWorkerLoraResponse.SerializeToString,
+            ),
+            'ExplainCache': grpc.unary_unary_rpc_method_handler(
+                    servicer.ExplainCache,
+                    request_deserializer=warmfront__pb_dot_v1_dot_worker__pb2.ExplainCacheRequest.FromString,
+                    response_serializer=warmfront__pb_dot_v1_dot_common__pb2.CacheExplanation.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -355,6 +373,33 @@ class Worker(object):
             '/warmfront.v1.Worker/UnloadLora',
             warmfront__pb_dot_v1_dot_worker__pb2.UnloadWorkerLoraRequest.SerializeToString,
             warmfront__pb_dot_v1_dot_worker__pb2.UnloadWorkerLoraResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ExplainCache(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/warmfront.v1.Worker/ExplainCache',
+            warmfront__pb_dot_v1_dot_worker__pb2.ExplainCacheRequest.SerializeToString,
+            warmfront__pb_dot_v1_dot_common__pb2.CacheExplanation.FromString,
             options,
             channel_credentials,
             insecure,
