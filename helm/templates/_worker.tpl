@@ -1,0 +1,112 @@
+{{/* A worker's pod: its metadata and spec. */}}
+{{- define "warmfront.workerPod" -}}
+{{- $config := .Values.worker }}
+{{- $part := dict "root" . "component" "worker" "config" $config }}
+{{- $variant := ternary "cuda" "cpu" (gt (int $config.gpu.count) 0) }}
+{{- $volume := .Values.model.volume -}}
+metadata:
+  {{- include "warmfront.podMetadata" $part | nindent 2 }}
+spec:
+  {{- include "warmfront.podPlacement" $part | nindent 2 }}
+  terminationGracePeriodSeconds: {{ include "warmfront.grace" (merge (dict "margin" 30) $config) }}
+  containers:
+    - name: worker
+      image: {{ include "warmfront.image" (dict "image" $config.image "tag" (printf "%s-%s" .Chart.AppVersion $variant)) }}
+      imagePullPolicy: {{ $config.image.pullPolicy }}
+      command: [warmfront, worker]
+      args:
+        {{- include "warmfront.sharedArgs" . | nindent 8 }}
+        - --port
+        - {{ int $config.ports.grpc | quote }}
+        - --advertise
+        - $(POD_IP)
+        - --metrics-port
+        - {{ int $config.ports.metrics | quote }}
+        - --drain-deadline
+        - {{ int $config.drainDeadlineSeconds }}s
+        {{- with .Values.model.path }}
+        - --model
+        - {{ . | quote }}
+        {{- end }}
+        {{- with .Values.model.servedName }}
+        - --served-model-name
+        - {{ . | quote }}
+        {{- end }}
+        {{- with include "warmfront.flags" $config.flags }}
+        {{- . | nindent 8 }}
+        {{- end }}
+        {{- with $config.extraArgs }}
+        {{- toYaml . | nindent 8 }}
+        {{- end }}
+      env:
+        {{- include "warmfront.env" $part | nindent 8 }}
+      {{- with $config.extraEnvFrom }}
+      envFrom:
+        {{- toYaml . | nindent 8 }}
+      {{- end }}
+      ports:
+        - {name: grpc, containerPort: {{ int $config.ports.grpc }}}
+        - {name: metrics, containerPort: {{ int $config.ports.metrics }}}
+      # The worker's health is SERVING exactly while it is READY: loaded and pre-warmed.
+      startupProbe:
+        grpc: {port: {{ int $config.ports.grpc }}}
+        periodSeconds: 5
+        timeoutSeconds: 5
+        failureThreshold: {{ div (add $config.startupDeadlineSeconds 4) 5 }}
+      livenessProbe:
+        grpc: {port: {{ int $config.ports.grpc }}}
+        {{- toYaml $config.livenessProbe | nindent 8 }}
+        {{- if not (hasKey $config.livenessProbe "failureThreshold") }}
+        failureThreshold: {{ add (div $config.drainDeadlineSeconds ($config.livenessProbe.periodSeconds | default 10)) 3 }} # a drain outlasts none
+        {{- end }}
+      readinessProbe:
+        grpc: {port: {{ int $config.ports.grpc }}}
+        {{- toYaml $config.readinessProbe | nindent 8 }}
+      {{- with $config.lifecycle }}
+      lifecycle:
+        {{- toYaml . | nindent 8 }}
+      {{- end }}
+      {{- $resources := deepCopy $config.resources }}
+      {{- if gt (int $config.gpu.count) 0 }}
+      {{- $gpu := dict $config.gpu.resource (int $config.gpu.count) }}
+      {{- $_ := set $resources "limits" (merge $gpu ($resources.limits | default dict)) }}
+      {{- end }}
+      resources:
+        {{- toYaml $resources | nindent 8 }}
+      securityContext:
+        {{- toYaml $config.securityContext | nindent 8 }}
+      volumeMounts:
+        {{- include "warmfront.secretMounts" . | nindent 8 }}
+        - {name: tmp, mountPath: /tmp}
+        - {name: shm, mountPath: /dev/shm}
+        {{- if or $volume.existingClaim $volume.source }}
+        - name: model
+          mountPath: {{ $volume.mountPath }}
+          readOnly: true
+          {{- with $volume.subPath }}
+          subPath: {{ . }}
+          {{- end }}
+        {{- end }}
+        {{- with $config.extraVolumeMounts }}
+        {{- toYaml . | nindent 8 }}
+        {{- end }}
+    {{- with $config.sidecars }}
+    {{- toYaml . | nindent 4 }}
+    {{- end }}
+  volumes:
+    {{- include "warmfront.secretVolume" . | nindent 4 }}
+    - name: tmp
+      emptyDir: {sizeLimit: {{ $config.tmpSize }}}
+    - name: shm
+      emptyDir: {medium: Memory, sizeLimit: {{ $config.shmSize }}}
+    {{- if $volume.existingClaim }}
+    - name: model
+      persistentVolumeClaim: {claimName: {{ $volume.existingClaim }}, readOnly: true}
+    {{- else if $volume.source }}
+    - name: model
+      {{- toYaml $volume.source | nindent 6 }}
+    {{- end }}
+    {{- with $config.extraVolumes }}
+    {{- toYaml . | nindent 4 }}
+    {{- end }}
+{{- end -}}
