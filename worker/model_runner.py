@@ -23,6 +23,7 @@ from worker.attention.sdpa import ROW_MULTIPLE
 from worker.batch import SequenceSlice, SliceResult, StepBatch, TokenLogprobs
 from worker.kv_store import KVStore, kv_format
 from worker.loading import LoadedModel
+from worker.lora import LoraReader, LoraSet, LoraWeights
 from worker.models.config import ModelConfig
 from worker.models.decoder import Decoder
 from worker.sampler import sample, token_logprobs
@@ -90,6 +91,7 @@ class ModelRunner:
             device=self.device,
             kept=kv_format(kv_cache_dtype, loaded.dtype),
         )
+        self._loras = LoraSet(deterministic=self._deterministic, device=self.device)
 
     @property
     def attention(self) -> str:
@@ -100,6 +102,18 @@ class ModelRunner:
     def kv_bytes_per_token(self) -> int:
         """Bytes of KV that one token takes in all layers."""
         return self.kv.bytes_per_token
+
+    def lora_reader(self, max_rank: int) -> LoraReader:
+        """What makes weights for this model of an adapter's files, in any thread."""
+        return LoraReader(self.config, dtype=self._model.dtype, device=self.device, max_rank=max_rank)
+
+    def add_adapter(self, adapter: str, weights: LoraWeights) -> None:
+        """Slices may name this adapter from now on. Raises ``LoraSelfTestError`` in mode deterministic."""
+        self._loras.add(adapter, weights)
+
+    def remove_adapter(self, adapter: str) -> None:
+        """No slice names it any more."""
+        self._loras.remove(adapter)
 
     @torch.inference_mode()
     def execute(self, batch: StepBatch) -> list[SliceResult]:
@@ -186,7 +200,8 @@ class ModelRunner:
         flat[:, :num_tokens] = token_ids, positions, slots
         ids, at, into = torch.from_numpy(flat).to(self.device, non_blocking=True)
         plan = self._attention.plan(spans, num_tokens + padding)
-        return self._model.forward(ids, at, into, self.kv, self._attention, plan)[:num_tokens]
+        lora = self._loras.rows_of(slices)
+        return self._model.forward(ids, at, into, self.kv, self._attention, plan, lora)[:num_tokens]
 
     def _logits(self, hidden: Tensor, rows: Sequence[int]) -> Tensor:
         picked = hidden.index_select(0, torch.tensor(rows, device=self.device))

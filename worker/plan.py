@@ -104,6 +104,14 @@ def activation_bytes(config: ModelConfig, *, max_num_batched_tokens: int, max_nu
     return max_num_batched_tokens * per_row + max_num_seqs * config.vocab_size * 4 * 3
 
 
+def adapter_bytes(config: ModelConfig, rank: int, element_bytes: int) -> int:
+    """What one LoRA adapter of this rank takes that changes every projection, laid out as in ``worker.lora``."""
+    heads, inner = config.num_heads * config.head_dim, config.intermediate_size
+    qkv = 3 * (config.hidden_size + heads + 2 * config.num_kv_heads * config.head_dim)
+    per_layer = qkv + (heads + config.hidden_size) + 3 * (config.hidden_size + inner)
+    return config.num_layers * per_layer * (rank + 3) * element_bytes  # ranks are padded to a multiple of 4
+
+
 def describe(plan: MemoryPlan, *, utilization: float | None = None, device_bytes: int | None = None) -> str:
     """The text of ``--plan``. With ``utilization`` and ``device_bytes``: also for 0.05 less and more."""
     lines = [

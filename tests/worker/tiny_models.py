@@ -83,12 +83,14 @@ def slice_of(
     )
 
 
-def logits_of(runner: ModelRunner, token_ids: Sequence[int], cuts: Sequence[int] = (), first_block: int = 1) -> Tensor:
+def logits_of(
+    runner: ModelRunner, token_ids: Sequence[int], cuts: Sequence[int] = (), lora: str | None = None
+) -> Tensor:
     """Scores at every position of one prompt, computed in the pieces that ``cuts`` make of it."""
-    blocks = range(first_block, runner.kv.num_blocks)
+    blocks = range(1, runner.kv.num_blocks)
     bounds = [0, *cuts, len(token_ids)]
     parts = [
-        runner.all_logits(StepBatch(slices=[slice_of(token_ids[start:stop], start, blocks)]))
+        runner.all_logits(StepBatch(slices=[slice_of(token_ids[start:stop], start, blocks, lora=lora)]))
         for start, stop in pairwise(bounds)
     ]
     return torch.cat(parts)

@@ -6,7 +6,7 @@ and that knowledge is in the backend's plan. Weights carry the names of Hugging 
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -16,6 +16,9 @@ from worker.attention import AttentionBackend
 from worker.kv_store import KVStore
 from worker.models.config import ModelConfig, ModelError
 from worker.models.linear import Linear, make_linear
+
+if TYPE_CHECKING:
+    from worker.lora import LoraRows
 
 Weights = dict[str, Tensor]  # by the names of Hugging Face checkpoints
 
@@ -62,11 +65,18 @@ class Decoder:
         return self.embedding.dtype
 
     def forward(
-        self, token_ids: Tensor, positions: Tensor, slots: Tensor, kv: KVStore, attention: AttentionBackend, plan: Any
+        self,
+        token_ids: Tensor,
+        positions: Tensor,
+        slots: Tensor,
+        kv: KVStore,
+        attention: AttentionBackend,
+        plan: Any,
+        lora: "LoraRows | None" = None,
     ) -> Tensor:
         """Hidden states ``[rows, hidden]`` after the last layer, before the final norm; KV of all rows is written.
 
-        ``token_ids``, ``positions`` and ``slots`` are int64 ``[rows]``.
+        ``token_ids``, ``positions`` and ``slots`` are int64 ``[rows]``; ``lora`` has the rows that go through adapters.
         """
         config, eps = self.config, self.config.rms_norm_eps
         num_rows, head_dim = token_ids.shape[0], config.head_dim
@@ -74,7 +84,10 @@ class Decoder:
         cosines, sines = (table.index_select(0, positions) for table in self._rope)  # [rows, 1, 2, head_dim / 2]
         x = self.embedding.index_select(0, token_ids)
         for index, layer in enumerate(self._layers):
-            qkv = layer.qkv(_rms_norm(x, layer.attention_norm, eps))
+            normed = _rms_norm(x, layer.attention_norm, eps)
+            qkv = layer.qkv(normed)
+            if lora is not None:
+                qkv = lora.add(index, "qkv", normed, qkv)
             heads = qkv.view(num_rows, -1, head_dim)
             qk, values = heads[:, :num_turned], heads[:, num_turned:]
             if layer.query_norm is not None and layer.key_norm is not None:
@@ -91,8 +104,11 @@ class Decoder:
             kv.write(index, slots, qk[:, config.num_heads :], values)
             attended = attention.attend(qk[:, : config.num_heads], *kv.layers[index], plan)
             x = layer.output.plus(attended, x)
-            normed = _rms_norm(x, layer.mlp_norm, eps)
-            x = layer.down.plus(layer.up(normed).mul_(layer.gate.silu(normed)), x)
+            if lora is None:
+                normed = _rms_norm(x, layer.mlp_norm, eps)
+                x = layer.down.plus(layer.up(normed).mul_(layer.gate.silu(normed)), x)
+            else:
+                x = _adapted_mlp(layer, index, lora.add(index, "output", attended, x), eps, lora)
         return x
 
     def logits(self, hidden: Tensor) -> Tensor:
@@ -123,6 +139,14 @@ class Decoder:
             down=fused({"mlp.down_proj": hidden}, inner, config.mlp_bias),
             rotary=index not in config.nope_layers,
         )
+
+
+def _adapted_mlp(layer: _Layer, index: int, x: Tensor, eps: float, lora: "LoraRows") -> Tensor:
+    """The layer's second half where some rows go through an adapter."""
+    normed = _rms_norm(x, layer.mlp_norm, eps)
+    gate = layer.gate.activate(lora.add(index, "gate", normed, layer.gate(normed)))
+    inner = lora.add(index, "up", normed, layer.up(normed)).mul_(gate)
+    return lora.add(index, "down", inner, layer.down.plus(inner, x))
 
 
 class _Taker:

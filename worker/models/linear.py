@@ -25,6 +25,9 @@ class Linear(Protocol):
     def silu(self, x: Tensor) -> Tensor:
         """SiLU of the product."""
 
+    def activate(self, product: Tensor) -> Tensor:
+        """SiLU of a product to which something was added; ``product`` is lost."""
+
 
 class PlainLinear:
     """``functional.linear`` as it stands: every device, and the rows of deterministic mode."""
@@ -43,7 +46,11 @@ class PlainLinear:
 
     def silu(self, x: Tensor) -> Tensor:
         """See ``Linear``."""
-        return functional.silu(functional.linear(x, self.weight, self.bias), inplace=True)
+        return self.activate(functional.linear(x, self.weight, self.bias))
+
+    def activate(self, product: Tensor) -> Tensor:
+        """See ``Linear``."""
+        return functional.silu(product, inplace=True)
 
 
 class ExactLinear(PlainLinear):
@@ -55,9 +62,8 @@ class ExactLinear(PlainLinear):
 
     _VECTOR, _ONE_THREAD = 64, 32_768  # elements: a multiple of every vector's; torch's grain of parallel work
 
-    def silu(self, x: Tensor) -> Tensor:
+    def activate(self, product: Tensor) -> Tensor:
         """See ``Linear``."""
-        product = self(x)
         width = product.shape[1]
         whole = functional.pad(product, (0, -width % self._VECTOR))
         for piece in torch.split(whole, max(1, (self._ONE_THREAD - 1) // whole.shape[1])):
@@ -86,6 +92,10 @@ class PackedLinear:
         """See ``Linear``."""
         activated: Tensor = torch.ops.mkldnn._linear_pointwise(x, self._weight, self._bias, "swish", [], "")
         return activated
+
+    def activate(self, product: Tensor) -> Tensor:
+        """See ``Linear``."""
+        return functional.silu(product, inplace=True)
 
 
 @cache
