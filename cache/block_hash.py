@@ -63,10 +63,11 @@ def extra_keys(
 ) -> tuple[ExtraKeys | None, ...] | None:
     """What the KV of each block depends on besides its tokens, or None where that is nothing.
 
-    ``lora`` is (name, path with content version), so that a reload under one name never meets old KV. One entry per
-    block of the prompt, a partial last one included: ``("lora", name, path)`` in every block, ``("mm", identifier,
-    start - block start)`` in each block a medium touches (negative in its later blocks), ``("cache_salt", salt)`` in
-    block 0 only. The tags keep a salt "x" apart from an adapter "x".
+    ``lora`` is an ``Adapter``: its name, and the version of its content in place of a path, so that a reload under one
+    name never meets old KV and equal content has equal hashes wherever it lies. One entry per block of the prompt, a
+    partial last one included: ``("lora", name, version)`` in every block, ``("mm", identifier, start - block start)``
+    in each block a medium touches (negative in its later blocks), ``("cache_salt", salt)`` in block 0 only. The tags
+    keep a salt "x" apart from an adapter "x".
     """
     if lora is None and not media and not cache_salt:
         return None

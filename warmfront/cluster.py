@@ -258,8 +258,14 @@ class RayActors:
 
 def _values(flags: dict[str, Any]) -> dict[str, Any]:
     """Flags as they stand in a file, as click would have read them."""
-    types = {name: click.types.convert_type(BY_PARAM[name].type) for name in flags}
-    return {name: None if value is None else types[name](value) for name, value in flags.items()}
+    read: dict[str, Any] = {}
+    for name, value in flags.items():
+        kind = click.types.convert_type(BY_PARAM[name].type)
+        if value is None:
+            read[name] = None
+        else:
+            read[name] = tuple(map(kind, value)) if BY_PARAM[name].multiple else kind(value)
+    return read
 
 
 def _cause(error: Exception) -> str:

@@ -23,6 +23,7 @@ from redis.exceptions import RedisError
 from rich.table import Table
 from warmfront_pb.v1 import common_pb2, inference_pb2, worker_pb2, worker_pb2_grpc
 
+from cache.adapter import Adapter
 from cache.block_hash import as_token_array
 from cache.hot import HotPrefix, by_value, merged, saved_tokens
 from warmfront.console import Progress, stdout
@@ -36,7 +37,7 @@ from worker.prewarm import Progress as Filled
 _T = TypeVar("_T")
 _LOOK_PERIOD_S = 0.2
 _ANY_AGE_S = 24 * 3600.0  # Redis forgets them before
-_REFUSALS = (grpc.StatusCode.INVALID_ARGUMENT, grpc.StatusCode.UNIMPLEMENTED, grpc.StatusCode.INTERNAL)
+_REFUSALS = (grpc.StatusCode.INVALID_ARGUMENT, grpc.StatusCode.NOT_FOUND, grpc.StatusCode.INTERNAL)
 
 _redis_option = click.option(
     "--redis",
@@ -74,7 +75,7 @@ def hot(*, redis: str | None, fleet: str, limit: int, as_json: bool) -> None:
         done += one.saved_tokens
         first = " ".join(str(token_id) for token_id in _ids(one.prefix)[:8])
         numbers = (f"{one.value:.1f}", f"{one.prefix.num_tokens:,}", f"{one.num_new_tokens:,}", f"{done / wanted:.0%}")
-        table.add_row(*numbers, one.prefix.lora or "-", f"{first} ...")
+        table.add_row(*numbers, short_version(one.prefix.lora) or "-", f"{first} ...")
     stdout.print(table)
     click.echo(
         f"{len(ranked)} prefixes of {sum(one.num_new_tokens for one in ranked):,} different tokens, "
@@ -128,6 +129,7 @@ def prewarm(
                 block_size=model.contract.block_size,
                 max_model_len=model.max_model_len,
                 vocab_size=model.vocab_size,
+                adapters={str(Adapter(one.name, one.version)) for one in lease.loras},
             )
             filled.num_prefixes = len(plan)
 
@@ -170,12 +172,14 @@ class Target:
 
     async def compute(self, prefix: HotPrefix) -> bool:
         """Have it compute a prefix; false when it refuses this one. Raises ``Failure`` when it is of no use."""
+        adapter = Adapter.parse(prefix.lora)
         request = worker_pb2.WorkerGenerateRequest(
             request_id=f"prewarm-{uuid.uuid4().hex[:8]}",
             token_ids=prefix.token_ids,
             sampling=inference_pb2.SamplingParams(max_tokens=1, temperature=0, ignore_eos=True, seed=0),
             cache_salt=prefix.cache_salt,
-            lora=prefix.lora,
+            lora=adapter.name,
+            lora_version=adapter.version,
             priority=PRIORITY,
             synthetic=True,
         )
@@ -239,6 +243,12 @@ async def _ask(url: str, fleet: str, question: Callable[[RedisSource], Awaitable
         raise WrongUse(f"no Redis answers at {mask_url(url)}: {error}") from error
     finally:
         await source.close()
+
+
+def short_version(adapter: str) -> str:
+    """An adapter's identity as people read it."""
+    name, version = Adapter.parse(adapter)
+    return f"{name}@{version[:12]}" if version else name
 
 
 def _ids(prefix: HotPrefix) -> npt.NDArray[np.uint32]:

@@ -79,6 +79,7 @@ class Flag:
     field: str = ""  # where it differs from the name; two where router and worker differ, with a blank between
     read: Callable[[str], str] | None = None  # from the flag's value to the field's, for secrets kept in files
     mask: Callable[[str], str] | None = None  # how `config show` prints it
+    multiple: bool = False  # may be given several times; its fields hold tuples
 
     @property
     def fields(self) -> list[str]:
@@ -114,6 +115,17 @@ def read_secret(path: str) -> str:
     if not secret:
         raise WrongUse(f"{path} is empty: a secret was expected there")
     return secret
+
+
+class NamedFolder(click.ParamType[str]):
+    """``NAME=PATH``, with the path made absolute: parts run in folders of their own."""
+
+    name = "name=path"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> str:
+        """The same text; what it must look like is checked by the configuration."""
+        name, separator, path = str(value).partition("=")
+        return f"{name}={Path(path).absolute()}" if separator and path else str(value)
 
 
 PORT = click.IntRange(0, 65535)
@@ -185,6 +197,11 @@ _TABLE: tuple[Flag | str, ...] = (
         click.Choice(EVICTION_POLICIES),
         "Which idle blocks go first: slru keeps what was hit apart from a flood of one-shot prompts.",
     ),
+    "LoRA adapters",
+    Flag("lora", NamedFolder(), "NAME=PATH of an adapter to load at start. Repeatable.", multiple=True),
+    Flag("lora-dir", FILE, "Let adapters be loaded at run time from below this folder. Repeatable.", multiple=True),
+    Flag("max-loras", click.IntRange(min=1), "Adapters in memory at once."),
+    Flag("max-lora-rank", click.IntRange(min=1), "Largest rank of an adapter."),
     "Pre-warm",
     Flag("hot", bool, "Keep the hottest prefixes in Redis, in clear, for workers that start."),
     Flag("hot-salted", click.BOOL, "Those of requests with a cache_salt too."),
@@ -271,7 +288,7 @@ def default_of(flag: Flag, command: str) -> Any:
         return None
     for config in CONFIGS[command]:
         for field in dataclasses.fields(config):
-            if field.name in flag.fields and field.default is not dataclasses.MISSING:
+            if field.name in flag.fields and field.default not in (dataclasses.MISSING, ()):
                 return format_duration(field.default) if isinstance(flag.type, Duration) else field.default
     return None
 
@@ -307,6 +324,7 @@ def with_options(command: str) -> Callable[[Callable[..., Any]], Callable[..., A
                 flag.param,
                 type=click.BOOL if flag.type is bool else flag.type,
                 is_flag=flag.type in (bool, click.BOOL),
+                multiple=flag.multiple,
                 default=default,
                 show_default=default is not None and flag.type is not click.BOOL,
                 envvar=flag.env,
@@ -341,7 +359,14 @@ def _load_file(ctx: click.Context, _param: click.Parameter, path: Path | None) -
     unknown = sorted(set(values) - set(BY_PARAM))
     if unknown:
         raise WrongUse(f"--config {path}: no such flag: {', '.join(name.replace('_', '-') for name in unknown)}")
-    nested = sorted(name for name, value in values.items() if isinstance(value, dict | list))
+    for name, value in values.items():
+        if BY_PARAM[name].multiple and isinstance(value, str):
+            values[name] = [value]
+    nested = sorted(
+        name
+        for name, value in values.items()
+        if isinstance(value, dict) or (isinstance(value, list) and not BY_PARAM[name].multiple)
+    )
     if nested:
         raise WrongUse(f"--config {path}: {nested[0].replace('_', '-')} takes one value")
     ctx.default_map = {
@@ -399,8 +424,10 @@ def source_of(ctx: click.Context, flag: Flag) -> str:
 
 def shown(flag: Flag, value: Any) -> str:
     """A value as `config show` prints it: durations with their unit, secrets masked, "-" for none."""
-    if value is None:
+    if value is None or value == ():
         return "-"
+    if flag.multiple:
+        return ",".join(map(str, value))
     if flag.mask is not None:
         return flag.mask(str(value))
     if isinstance(flag.type, Duration):

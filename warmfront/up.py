@@ -92,7 +92,10 @@ def on_as_many_gpus(settings: UpConfig, params: dict[str, Any]) -> UpConfig:
 def check_settings(settings: UpConfig, params: dict[str, Any]) -> None:
     """Refuses what cannot work before anything is started. Raises ``WrongUse``."""
     unused = {"redis_url": "redis://unused"}
-    fill(WorkerConfig, params, **unused, replica_id="w0", listen="127.0.0.1", metrics_port=None)
+    worker = fill(WorkerConfig, params, **unused, replica_id="w0", listen="127.0.0.1", metrics_port=None)
+    for flag, folder in worker.adapter_folders:
+        if not folder.is_dir():
+            raise WrongUse(f"{flag}: there is no folder {folder}")
     fill(RouterConfig, params, **unused)
     if params["engine"] == "model":
         find_model(params["model"])
@@ -258,6 +261,8 @@ class _Cluster:
                 plain = format_duration(value) if isinstance(value, float) and flag.type.name == "duration" else value
                 if isinstance(plain, Path):  # one that is not there stays as it was typed; `bytes` is a word
                     plain = str(plain.absolute() if plain.exists() else plain)
+                elif flag.multiple:
+                    plain = [str(one.absolute() if isinstance(one, Path) else one) for one in plain]
                 flags[flag.param] = plain
         return {**flags, **shared}
 

@@ -28,7 +28,7 @@ from worker.loading import (
 from worker.loading.tokenizer import TokenizerFiles, load_tokenizer
 from worker.model_runner import ModelRunner
 from worker.models.config import GenerationDefaults, ModelConfig
-from worker.plan import MemoryPlan, activation_bytes, describe, plan_blocks, plan_cpu, plan_device
+from worker.plan import MemoryPlan, activation_bytes, adapter_bytes, describe, plan_blocks, plan_cpu, plan_device
 from worker.replica import Loaded, ModelCard, Progress
 
 logger = logging.getLogger(__name__)
@@ -72,6 +72,7 @@ def load_replica(config: WorkerConfig, progress: Progress) -> Loaded:
         runner=runner,
         num_blocks=plan.num_blocks,
         max_num_batched_tokens=step_tokens,
+        adapter_reader=runner.lora_reader(config.max_lora_rank),
     )
 
 
@@ -81,6 +82,8 @@ def plan_memory(config: WorkerConfig, model: ModelConfig) -> MemoryPlan:
     element_bytes, kept = dtype.itemsize, kv_format(config.kv_cache_dtype, dtype)
     kv_bytes_per_token = model.kv_bytes_per_token(kept.element_bytes, kept.scale_bytes)
     weight_bytes = model.num_parameters * element_bytes
+    if config.has_adapters:
+        weight_bytes += config.max_loras * adapter_bytes(model, config.max_lora_rank, element_bytes)
     activations = activation_bytes(
         model,
         max_num_batched_tokens=_step_tokens(config),

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from urllib.parse import urlsplit
 
+from cache.adapter import is_adapter_name
 from cache.block_hash import ALGORITHMS
 from cache.prefix_cache import EVICTION_POLICIES, EvictionPolicy
 
@@ -68,6 +69,11 @@ class WorkerConfig:
     max_model_len: int | None = None  # prompt and output; None: the model's own, cut to what the pool holds
     max_queue: int = 1024  # waiting; above it RESOURCE_EXHAUSTED
 
+    lora: tuple[str, ...] = ()  # NAME=PATH each: adapters to load at start
+    lora_dir: tuple[Path, ...] = ()  # adapters may be loaded from below these while it runs; empty: none may
+    max_loras: int = 8  # in memory at once
+    max_lora_rank: int = 64
+
     prewarm: bool = True  # compute the fleet's hottest prefixes before the first user request
     prewarm_deadline_s: float = 60.0  # READY then at the latest
     prewarm_target: float = 0.9  # share of what all hot prefixes save that is enough
@@ -91,6 +97,7 @@ class WorkerConfig:
         self._check_names_and_addresses()
         self._check_cache()
         self._check_engine()
+        self._check_adapters()
         if not 0 < self.heartbeat_s <= self.lease_s / 2:
             raise ConfigError(
                 f"--heartbeat {self.heartbeat_s:g}s and --lease {self.lease_s:g}s: a lease must last two heartbeats"
@@ -156,6 +163,37 @@ class WorkerConfig:
             raise ConfigError(f"--gpu-memory-utilization {self.gpu_memory_utilization:g} is not over 0 and up to 1")
         if self.cpu_kv_bytes is not None and self.cpu_kv_bytes < 1 << 20:
             raise ConfigError(f"--cpu-kv-bytes {self.cpu_kv_bytes} is below 1 MiB")
+
+    @property
+    def own_adapters(self) -> dict[str, Path]:
+        """The adapters to load at start: folders by name."""
+        return {name: Path(path) for name, _, path in (one.partition("=") for one in self.lora)}
+
+    @property
+    def adapter_folders(self) -> list[tuple[str, Path]]:
+        """The folders that must be there, with the flag that names each."""
+        own = [(f"--lora {name}", folder) for name, folder in self.own_adapters.items()]
+        return [*(("--lora-dir", folder) for folder in self.lora_dir), *own]
+
+    @property
+    def has_adapters(self) -> bool:
+        """Whether memory must be kept for adapters."""
+        return bool(self.lora or self.lora_dir)
+
+    def _check_adapters(self) -> None:
+        for flag, number in (("--max-loras", self.max_loras), ("--max-lora-rank", self.max_lora_rank)):
+            if number < 1:
+                raise ConfigError(f"{flag} {number} is below 1")
+        for one in self.lora:
+            name, separator, path = one.partition("=")
+            if not separator or not path or not is_adapter_name(name):
+                raise ConfigError(
+                    f"--lora {one!r} is not NAME=PATH with a name of up to 128 letters, digits and . _ : / -"
+                )
+        if len(self.own_adapters) < len(self.lora):
+            raise ConfigError("--lora: two adapters have the same name")
+        if len(self.lora) > self.max_loras:
+            raise ConfigError(f"--lora: {len(self.lora)} adapters are more than --max-loras {self.max_loras}")
 
     def _check_engine(self) -> None:
         choices = (

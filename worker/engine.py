@@ -24,13 +24,15 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 from enum import Enum
 from functools import partial
-from typing import Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 
+from cache.adapter import Adapter
 from cache.block_hash import extra_keys
 from cache.events import EventBatch
 from cache.events import Snapshot as CacheSnapshot
 from cache.prefix_cache import CacheStats, PrefixCache
 from cache.retention import Retention
+from worker.adapters import AdapterConflictError
 from worker.batch import SamplingParams, SequenceSlice, SliceResult, StepBatch, TokenLogprobs
 from worker.detokenizer import Detokenizer, TokenTable
 from worker.scheduler import Choice, ChoiceState, Limits, Scheduler
@@ -47,6 +49,12 @@ class Runner(Protocol):
 
     def execute(self, batch: StepBatch) -> list[SliceResult]:
         """One result per slice, in order; afterwards the KV of all of them is in place."""
+
+    def add_adapter(self, adapter: str, weights: Any) -> None:
+        """Slices may name this LoRA adapter from now on."""
+
+    def remove_adapter(self, adapter: str) -> None:
+        """No slice names it any more."""
 
 
 class CacheInUseError(Exception):
@@ -79,6 +87,7 @@ class Request:
     stop_token_ids: frozenset[int] = frozenset()
     ignore_eos: bool = False
     num_prompt_logprobs: int | None = None
+    adapter: Adapter | None = None  # a loaded one
     cache_salt: str | None = None
     tenant: str = ""
     retention: tuple[Retention, ...] = ()
@@ -207,6 +216,7 @@ class Engine:
         self._stopping = False
         self._running: dict[int, _Running] = {}
         self._answers: dict[Choice, _Answer] = {}
+        self._adapters: dict[str, bool] = {}  # in memory: whether one only stays until its last request has ended
         self._report = StepReport()
         self._num_preemptions_reported = 0
         self._prefill_tokens = 0.0  # of the steps that had some, smoothed as their seconds are
@@ -233,7 +243,8 @@ class Engine:
         prompt, prior = request.token_ids[:prompt_length], request.token_ids[prompt_length:]
         end_token_ids = request.stop_token_ids if request.ignore_eos else request.stop_token_ids | self._eos_token_ids
         scheme = self._cache.scheme
-        extra = extra_keys(len(request.token_ids), scheme.block_size, cache_salt=request.cache_salt)
+        adapter = request.adapter
+        extra = extra_keys(len(request.token_ids), scheme.block_size, lora=adapter, cache_salt=request.cache_salt)
         for index in range(request.num_choices):
             running.choices.append(
                 Choice(
@@ -248,6 +259,7 @@ class Engine:
                     min_tokens=request.min_tokens,
                     end_token_ids=tuple(end_token_ids),
                     num_prompt_logprobs=request.num_prompt_logprobs if index == 0 else None,
+                    lora=None if adapter is None else str(adapter),
                     synthetic=request.synthetic,
                     tenant=request.tenant,
                     retention=request.retention,
@@ -267,6 +279,17 @@ class Engine:
     def reset_cache(self) -> Future[int]:
         """Forget every cached block; how many there were. The future fails with ``CacheInUseError``."""
         return self._call(self._reset)
+
+    def add_adapter(self, adapter: str, weights: Any, max_adapters: int) -> Future[None]:
+        """Serve a LoRA adapter from the next step on; twice is once.
+
+        The future fails with ``AdapterConflictError`` where ``max_adapters`` are in memory, and as the runner says.
+        """
+        return self._call(partial(self._add_adapter, adapter, weights, max_adapters))
+
+    def drop_adapter(self, adapter: str) -> Future[int]:
+        """Free it once the last request that was submitted with it has ended; how many run with it now."""
+        return self._call(partial(self._drop_adapter, adapter))
 
     def cache_snapshot(self) -> Future[CacheSnapshot]:
         """What the cache holds now. The events after its number come in later reports."""
@@ -371,6 +394,36 @@ class Engine:
         running = self._running.pop(number, None)
         if running is not None:
             self._drop(running, time.monotonic())
+            self._ended(running)
+
+    def _add_adapter(self, adapter: str, weights: Any, max_adapters: int) -> None:
+        if adapter not in self._adapters:
+            if len(self._adapters) >= max_adapters:
+                num_leaving = sum(self._adapters.values())
+                raise AdapterConflictError(
+                    f"lora: {len(self._adapters)} adapters are in memory, {num_leaving} of them until their last "
+                    f"requests end, and --max-loras is {max_adapters}: unload one, or try again"
+                )
+            self._runner.add_adapter(adapter, weights)
+        self._adapters[adapter] = False
+
+    def _drop_adapter(self, adapter: str) -> int:
+        self._adapters[adapter] = True
+        return self._free_adapter(adapter)
+
+    def _free_adapter(self, adapter: str) -> int:
+        """Remove an adapter that is to go unless requests run with it; how many do."""
+        num_running = sum(one.choices[0].lora == adapter for one in self._running.values())
+        if not num_running:
+            self._runner.remove_adapter(adapter)
+            del self._adapters[adapter]
+        return num_running
+
+    def _ended(self, running: _Running) -> None:
+        """It runs no more: what only it needed can go."""
+        adapter = running.choices[0].lora
+        if adapter is not None and self._adapters.get(adapter):
+            self._free_adapter(adapter)
 
     def _reset(self) -> int:
         num_cached = self._cache.num_cached_blocks
@@ -456,12 +509,14 @@ class Engine:
         running.num_open -= 1
         if not running.num_open:
             del self._running[running.number]
+            self._ended(running)
             self._report.deliveries.append((running.sink, self._ending(running)))
 
     def _fail(self, running: _Running, failure: Failure, now: float, detail: str = "") -> None:
         """End a request and all its choices. Twice is once."""
         if self._running.pop(running.number, None) is not None:
             self._drop(running, now)
+            self._ended(running)
             self._report.deliveries.append((running.sink, self._ending(running, failure, detail)))
 
     def _drop(self, running: _Running, now: float) -> None:

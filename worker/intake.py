@@ -12,6 +12,7 @@ from collections.abc import Sequence
 
 from warmfront_pb.v1 import inference_pb2, worker_pb2
 
+from cache.adapter import Adapter
 from cache.retention import MAX_BREAKPOINTS, MAX_PRIORITY, Retention
 from worker.batch import SamplingParams
 from worker.engine import Request
@@ -39,14 +40,10 @@ class InvalidRequestError(ValueError):
     """A field has a value that cannot be honoured by anyone. Sending it again will not help."""
 
 
-class UnsupportedError(Exception):
-    """A field asks for something that this version cannot do."""
-
-
-def read_request(message: worker_pb2.WorkerGenerateRequest, card: ModelCard, deadline_s: float) -> Request:
-    """The request in ``message``. Raises ``InvalidRequestError`` or ``UnsupportedError``."""
-    if message.lora:
-        raise UnsupportedError(f"lora {message.lora!r}: this worker loads no adapters; leave the field empty")
+def read_request(
+    message: worker_pb2.WorkerGenerateRequest, card: ModelCard, deadline_s: float, adapter: Adapter | None = None
+) -> Request:
+    """The request in ``message``; ``adapter`` is the one that it names. Raises ``InvalidRequestError``."""
     if len(message.cache_salt) > MAX_SALT_LENGTH:
         raise InvalidRequestError(
             f"cache_salt has {len(message.cache_salt)} characters: use 1 to {MAX_SALT_LENGTH}, or none"
@@ -78,6 +75,7 @@ def read_request(message: worker_pb2.WorkerGenerateRequest, card: ModelCard, dea
         stop_token_ids=frozenset(_in_vocabulary("stop_token_ids", sampling.stop_token_ids, card.vocab_size)),
         ignore_eos=sampling.ignore_eos,
         num_prompt_logprobs=_optional(sampling, "prompt_logprobs", MAX_LOGPROBS),
+        adapter=adapter,
         cache_salt=message.cache_salt or None,
         tenant=message.tenant,
         retention=_read_retention(message.retention, prompt_length),

@@ -38,10 +38,6 @@ _HEADER_BYTES = 1 << 20
 _Pairs = dict[str, tuple[Tensor, Tensor]]
 
 
-class LoraSelfTestError(RuntimeError):
-    """Mode deterministic does not hold for an adapter's products on this machine."""
-
-
 @dataclass(frozen=True, slots=True)
 class LowRank:
     """What is added at one place: ``b(a(x))``, the scale being part of ``b``."""
@@ -74,9 +70,7 @@ class LoraReader:
 
     def __call__(self, config: bytes, tensors: bytes) -> tuple[LoraWeights, int]:
         """The weights on the device, and their largest rank. Raises ``AdapterError``."""
-        peft = read_config(config)
-        if peft.max_rank > self._max_rank:
-            raise AdapterError(f"rank {peft.max_rank} is over --max-lora-rank {self._max_rank}")
+        peft = read_config(config, self._max_rank)
         pairs = self._pairs(peft, tensors)
         prefix = "model.layers."
         layers = [
@@ -148,7 +142,10 @@ class LoraReader:
             row += num_out
         if not torch.isfinite(b.to(self._dtype)).all():
             raise AdapterError(f"{modules[0]}: lora_alpha makes its values too large for {self._dtype}")
-        return LowRank(a.to(self._device, self._dtype), b.to(self._device, self._dtype))
+        try:
+            return LowRank(a.to(self._device, self._dtype), b.to(self._device, self._dtype))
+        except torch.OutOfMemoryError as error:
+            raise AdapterError(f"the device has no memory left for it: {error}") from error
 
 
 class LoraSet:
@@ -160,7 +157,7 @@ class LoraSet:
         self._weights: dict[str, LoraWeights] = {}
 
     def add(self, adapter: str, weights: LoraWeights) -> None:
-        """Serve it from now on. In mode deterministic it is tried first; raises ``LoraSelfTestError``."""
+        """Serve it from now on. In mode deterministic it is tried first; raises ``AdapterError`` where that fails."""
         if self._deterministic:
             _self_test(weights)
         self._weights[adapter] = weights
@@ -237,7 +234,7 @@ def _self_test(weights: LoraWeights) -> None:
         for count in (4, 8, 12, 20, 64, 256):
             for first in (0, 3):
                 if not torch.equal(pair(x[first : first + count]), whole[first : first + count]):
-                    raise LoraSelfTestError(
+                    raise AdapterError(
                         f"mode deterministic does not hold here for an adapter of rank {rank} on {width} channels: "
                         f"{count} rows give other bits than 260 (torch {torch.__version__}); use --mode fast"
                     )

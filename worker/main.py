@@ -25,6 +25,7 @@ from warmfront_pb.v1 import common_pb2
 from cache.block_hash import HashScheme
 from cache.prefix_cache import PrefixCache
 from common.logs import configure_logging
+from worker.adapters import Adapters
 from worker.config import ConfigError, WorkerConfig
 from worker.detokenizer import TokenTable
 from worker.engine import Engine, StepReport
@@ -129,7 +130,7 @@ class Worker:
         """From start to exit code. What goes wrong is logged, not raised."""
         reporting: asyncio.Task[None] | None = None
         try:
-            self._check_model_exists()
+            self._check_files_exist()
             await self._listen()
             self._reporter = self._make_reporter()
             await self._reporter.connect()
@@ -152,11 +153,14 @@ class Worker:
 
     # Up
 
-    def _check_model_exists(self) -> None:
+    def _check_files_exist(self) -> None:
         """Before anything is registered: a worker that cannot serve takes no id from one that does."""
         model = self._config.model
         if self._config.engine == "model" and model is not None and not model.exists():
             raise ConfigError(f"--model {model}: there is no such file or folder")
+        for flag, folder in self._config.adapter_folders:
+            if not folder.is_dir():
+                raise ConfigError(f"{flag}: there is no folder {folder}")
 
     async def _listen(self) -> None:
         config = self._config
@@ -193,9 +197,11 @@ class Worker:
         self.replica.card = loaded.card
         self.replica.max_num_batched_tokens = loaded.max_num_batched_tokens
         await reporter.join(self.replica.contract())
-        self._start_engine(loaded, reporter)
+        adapters = self._start_engine(loaded, reporter)
+        for name, folder in self._config.own_adapters.items():
+            await adapters.load_own(name, folder)
         self._set_state(common_pb2.WARMING)
-        if not await self._prewarm(loaded, reporting):
+        if not await self._prewarm(loaded, adapters, reporting):
             return False
         self._set_state(common_pb2.READY)
         await self._server.set_serving(True)
@@ -214,7 +220,7 @@ class Worker:
             ready(self.replica.address)
         return True
 
-    async def _prewarm(self, loaded: Loaded, reporting: asyncio.Task[None]) -> bool:
+    async def _prewarm(self, loaded: Loaded, adapters: Adapters, reporting: asyncio.Task[None]) -> bool:
         """Compute the fleet's hot prefixes, for as long as that may take; false when a drain was asked for."""
         config, engine = self._config, self._engine
         assert engine is not None
@@ -223,6 +229,7 @@ class Worker:
         started_s = time.monotonic()
         prewarm = Prewarm(
             engine,
+            adapters,
             RedisSource(
                 config.redis_url,
                 config.prewarm_from_fleet or config.fleet,
@@ -264,7 +271,7 @@ class Worker:
         if self._progress is not None:
             self._progress(what, share)
 
-    def _start_engine(self, loaded: Loaded, reporter: Reporter) -> None:
+    def _start_engine(self, loaded: Loaded, reporter: Reporter) -> Adapters:
         config = self._config
         self._event_lag_s = loaded.event_lag_s
         cache = PrefixCache(
@@ -292,9 +299,18 @@ class Worker:
         if config.metrics_port is not None:
             port, self._stop_metrics = metrics.serve(config.metrics_port, config.listen)
             logger.info("metrics=http://%s:%d/metrics", config.listen, port)
-        self._service.open(engine, table, metrics)
+        adapters = Adapters(
+            engine,
+            loaded.adapter_reader,
+            folders=config.lora_dir,
+            max_adapters=config.max_loras,
+            base=loaded.card.name,
+            publish=reporter.publish,
+        )
+        self._service.open(engine, table, metrics, adapters)
         reporter.take_snapshot = engine.cache_snapshot
         engine.start()
+        return adapters
 
     # While it runs
 

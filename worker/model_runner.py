@@ -108,7 +108,7 @@ class ModelRunner:
         return LoraReader(self.config, dtype=self._model.dtype, device=self.device, max_rank=max_rank)
 
     def add_adapter(self, adapter: str, weights: LoraWeights) -> None:
-        """Slices may name this adapter from now on. Raises ``LoraSelfTestError`` in mode deterministic."""
+        """Slices may name this adapter from now on. Raises ``AdapterError`` where mode deterministic would not hold."""
         self._loras.add(adapter, weights)
 
     def remove_adapter(self, adapter: str) -> None:

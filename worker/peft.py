@@ -74,7 +74,7 @@ class PeftConfig:
         return max(self.rank, *self.ranks.values()) if self.ranks else self.rank
 
 
-def read_config(data: bytes) -> PeftConfig:
+def read_config(data: bytes, max_rank: int) -> PeftConfig:
     """The configuration in the file's bytes. Raises ``AdapterError`` naming the setting that cannot be honoured."""
     try:
         raw = json.loads(data)
@@ -100,7 +100,7 @@ def read_config(data: bytes) -> PeftConfig:
     for name in sorted(raw.keys() - _READ - _OF_TRAINING):
         if raw[name] not in (None, False, [], {}, ""):
             raise AdapterError(f"{name} {_short(raw[name])} is not supported: leave it out")
-    return PeftConfig(
+    peft = PeftConfig(
         rank=_rank("r", raw.get("r")),
         alpha=_number("lora_alpha", raw.get("lora_alpha", 8)),
         is_rank_stabilised=is_rank_stabilised,
@@ -110,6 +110,9 @@ def read_config(data: bytes) -> PeftConfig:
         ranks={name: _rank(f"rank_pattern[{name!r}]", rank) for name, rank in _pattern(raw, "rank_pattern")},
         alphas={name: _number(f"alpha_pattern[{name!r}]", alpha) for name, alpha in _pattern(raw, "alpha_pattern")},
     )
+    if peft.max_rank > max_rank:
+        raise AdapterError(f"rank {peft.max_rank} is over --max-lora-rank {max_rank}")
+    return peft
 
 
 def _matches(module: str, name: str) -> bool:

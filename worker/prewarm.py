@@ -11,7 +11,7 @@ import contextlib
 import logging
 import sys
 from array import array
-from collections.abc import Awaitable, Callable, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -23,7 +23,9 @@ from redis.backoff import NoBackoff
 from redis.exceptions import RedisError
 from warmfront_pb.v1 import common_pb2
 
+from cache.adapter import Adapter
 from cache.hot import HotDecodeError, HotPrefix, HotSet, Ranked, by_value, decode_hot, merged, saved_tokens
+from worker.adapters import Adapters, UnknownAdapterError
 from worker.batch import SamplingParams
 from worker.engine import Ending, Engine, Piece, Request
 
@@ -103,18 +105,24 @@ async def fill(plan: Sequence[Ranked], compute: Compute, target: float, progress
 
 
 def make_plan(
-    prefixes: Iterable[HotPrefix], *, num_blocks: int, block_size: int, max_model_len: int, vocab_size: int
+    prefixes: Iterable[HotPrefix],
+    *,
+    num_blocks: int,
+    block_size: int,
+    max_model_len: int,
+    vocab_size: int,
+    adapters: Collection[str] = (),
 ) -> tuple[list[Ranked], float]:
-    """What this worker can compute of them, dearest first, and what all of them would save.
+    """What this worker can compute of them, dearest first, and what all that concern it would save.
 
-    Adapters are not loaded here, so their prefixes are left out, and so is what holds ids beyond the vocabulary. Ends
-    are cut to this worker's whole blocks.
+    Those of adapters other than ``adapters``, the identities of the loaded ones, do not: their requests do not come
+    here. What holds ids beyond the vocabulary is left out. Ends are cut to this worker's whole blocks.
     """
-    known = list(prefixes)
+    known = [one for one in prefixes if not one.lora or one.lora in adapters]
     usable = []
     for one in known:
         length = min(one.num_tokens, max_model_len - 1) // block_size * block_size
-        if length and not one.lora and np.frombuffer(one.token_ids, dtype="<u4").max() < vocab_size:
+        if length and np.frombuffer(one.token_ids, dtype="<u4").max() < vocab_size:
             usable.append(HotPrefix(one.token_ids[: 4 * length], one.hits, one.lora, one.cache_salt))
     room = int(POOL_SHARE * num_blocks) * block_size
     return by_value(usable, room), saved_tokens(known)
@@ -184,6 +192,7 @@ class Prewarm:
     def __init__(
         self,
         engine: Engine,
+        adapters: Adapters,
         source: Source,
         *,
         tokenizer: str,
@@ -194,6 +203,7 @@ class Prewarm:
     ) -> None:
         self.progress = Progress()
         self._engine = engine
+        self._adapters = adapters
         self._source = source
         self._tokenizer = tokenizer
         self._block_size = block_size
@@ -228,6 +238,7 @@ class Prewarm:
             block_size=self._block_size,
             max_model_len=self._max_model_len,
             vocab_size=self._vocab_size,
+            adapters={str(one.adapter) for one in self._adapters.listed},
         )
         progress.num_prefixes = len(plan)
         if not plan:
@@ -259,7 +270,11 @@ class Prewarm:
             if isinstance(item, Ending) and not ended.done():
                 ended.set_result(item)
 
-        number = self._engine.submit(_request(prefix), sink)
+        try:
+            adapter = self._adapters.find(*Adapter.parse(prefix.lora)) if prefix.lora else None
+        except UnknownAdapterError:  # it has been unloaded meanwhile
+            return False
+        number = self._engine.submit(_request(prefix, adapter), sink)
         self._in_engine.add(number)
         ending = await ended
         self._in_engine.discard(number)
@@ -268,7 +283,7 @@ class Prewarm:
         return ending.failure is None
 
 
-def _request(prefix: HotPrefix) -> Request:
+def _request(prefix: HotPrefix, adapter: Adapter | None) -> Request:
     token_ids = array("i", prefix.token_ids)
     if sys.byteorder == "big":
         token_ids.byteswap()
@@ -278,6 +293,7 @@ def _request(prefix: HotPrefix) -> Request:
         sampling=SamplingParams(temperature=0.0),
         max_tokens=1,
         ignore_eos=True,
+        adapter=adapter,
         cache_salt=prefix.cache_salt or None,
         priority=PRIORITY,
         synthetic=True,

@@ -11,6 +11,7 @@ from typing import TypeAlias
 from warmfront_pb.v1 import common_pb2, inference_pb2, worker_pb2
 
 from cache.block_hash import HashScheme
+from worker.adapters import AdapterReader
 from worker.config import WorkerConfig
 from worker.engine import EngineSnapshot, Runner
 from worker.metrics import HitRates
@@ -48,6 +49,7 @@ class Loaded:
     runner: Runner
     num_blocks: int  # scratch block included
     max_num_batched_tokens: int
+    adapter_reader: AdapterReader
     event_lag_s: float = 0.0  # cache events are held back for so long: a simulated fault
 
 

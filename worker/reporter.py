@@ -42,6 +42,7 @@ MAX_QUEUED_BATCHES = 4096  # while Redis is away; beyond it a snapshot says it a
 _KEPT_LEASES = 10  # contract, stream and snapshot outlive a heartbeat by so many leases
 _MAX_BACKOFF_S = 2.0
 _REDIS_TIMEOUT_S = 5.0
+_PUBLISH_TIMEOUT_S = 2.0
 
 
 class RegistryError(Exception):
@@ -104,6 +105,8 @@ class Reporter:
         self._wake = asyncio.Event()
         self._next_beat_s = 0.0
         self._num_beats = 0
+        self._num_written = 0  # of the last beat that reached Redis
+        self._beaten = asyncio.Condition()
         self._num_since_snapshot = 0
         self._has_stream = False
         self._stopping = False
@@ -141,6 +144,14 @@ class Reporter:
         """Rewrite the lease now: the state has changed."""
         self._next_beat_s = 0.0
         self._wake.set()
+
+    async def publish(self) -> None:
+        """Rewrite the lease now, and wait until it stands in Redis; for two seconds at most, should that be away."""
+        wanted = self._num_beats + 1  # one that is being written may still tell the old state
+        self.touch()
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(_PUBLISH_TIMEOUT_S), self._beaten:
+                await self._beaten.wait_for(lambda: self._num_written >= wanted)
 
     async def run(self) -> None:
         """Heartbeats, events and snapshots until ``stop``. Raises ``FencedError`` or ``ContractMismatchError``."""
@@ -204,6 +215,9 @@ class Reporter:
         """Write the lease, renew what goes with it, and notice what is missing."""
         self._num_beats += 1
         has_contract, has_stream, has_snapshot, is_wanted = await self._change_lease(self._write)
+        async with self._beaten:
+            self._num_written = self._num_beats
+            self._beaten.notify_all()
         if self._contract is not None and not has_contract:
             logger.warning("redis=emptied: writing contract and snapshot again")
             await self._agree(self._contract)

@@ -56,6 +56,7 @@ class Choice:
     min_tokens: int = 0
     end_token_ids: tuple[int, ...] = ()  # forbidden before min_tokens
     num_prompt_logprobs: int | None = None
+    lora: str | None = None  # identity of its adapter
     synthetic: bool = False
     tenant: str = ""
     retention: Sequence[Retention] = ()
@@ -295,6 +296,7 @@ class Scheduler:
             output_token_ids=output,
             forbidden_token_ids=choice.end_token_ids if draws and len(output) < choice.min_tokens else (),
             num_prompt_logprobs=choice.num_prompt_logprobs,
+            lora=choice.lora,
             copies=copies,
         )
 

@@ -22,11 +22,19 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_health.v1.health import aio as health_aio
 from warmfront_pb.v1 import common_pb2, inference_pb2, worker_pb2, worker_pb2_grpc
 
+from worker.adapters import (
+    AdapterConflictError,
+    Adapters,
+    AdaptersOffError,
+    LoadedAdapter,
+    UnknownAdapterError,
+)
 from worker.batch import TokenLogprobs
 from worker.detokenizer import TokenTable
 from worker.engine import CacheInUseError, Ending, Engine, EngineStoppedError, Failure, Piece, Request
-from worker.intake import InvalidRequestError, UnsupportedError, read_request
+from worker.intake import InvalidRequestError, read_request
 from worker.metrics import WorkerMetrics
+from worker.peft import AdapterError
 from worker.replica import Replica
 from worker.scheduler import QueueFullError
 
@@ -65,7 +73,10 @@ class RequestFailedError(Exception):
 
 _STATUS: dict[type[Exception], grpc.StatusCode] = {
     InvalidRequestError: grpc.StatusCode.INVALID_ARGUMENT,
-    UnsupportedError: grpc.StatusCode.UNIMPLEMENTED,
+    AdapterError: grpc.StatusCode.INVALID_ARGUMENT,
+    AdaptersOffError: grpc.StatusCode.UNIMPLEMENTED,
+    AdapterConflictError: grpc.StatusCode.FAILED_PRECONDITION,
+    UnknownAdapterError: grpc.StatusCode.NOT_FOUND,
     QueueFullError: grpc.StatusCode.RESOURCE_EXHAUSTED,
     NotReadyError: grpc.StatusCode.UNAVAILABLE,
     EngineStoppedError: grpc.StatusCode.UNAVAILABLE,
@@ -97,14 +108,15 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
         self._engine: Engine | None = None
         self._table: TokenTable | None = None
         self._metrics: WorkerMetrics | None = None
+        self._adapters: Adapters | None = None
         self.num_requests = 0  # being answered
         self._mailboxes: set[Mailbox] = set()
         self._idle = asyncio.Event()
         self._idle.set()
 
-    def open(self, engine: Engine, table: TokenTable, metrics: WorkerMetrics) -> None:
+    def open(self, engine: Engine, table: TokenTable, metrics: WorkerMetrics, adapters: Adapters) -> None:
         """From here on requests reach the engine, as far as the replica's state allows."""
-        self._engine, self._table, self._metrics = engine, table, metrics
+        self._engine, self._table, self._metrics, self._adapters = engine, table, metrics, adapters
 
     async def Generate(self, message: worker_pb2.WorkerGenerateRequest, context: Context) -> None:  # noqa: N802
         """Stream an answer; see the .proto."""
@@ -160,6 +172,33 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
             await context.abort(status_of(error), str(error))
         return worker_pb2.ResetWorkerCacheResponse(blocks=blocks)
 
+    async def LoadLora(  # noqa: N802
+        self, message: worker_pb2.LoadWorkerLoraRequest, context: Context
+    ) -> worker_pb2.LoadWorkerLoraResponse:
+        """Read an adapter and serve it; see the .proto."""
+        try:
+            loaded, was_loaded = await self._open_adapters().load(message.name, message.path)
+        except _EXPECTED as error:
+            await context.abort(status_of(error), str(error))
+        logger.info("lora=%s version=%s loaded from path=%r", message.name, loaded.adapter.version[:12], message.path)
+        return worker_pb2.LoadWorkerLoraResponse(lora=_lora(loaded), was_loaded=was_loaded)
+
+    async def UnloadLora(  # noqa: N802
+        self, message: worker_pb2.UnloadWorkerLoraRequest, context: Context
+    ) -> worker_pb2.UnloadWorkerLoraResponse:
+        """Refuse new requests of an adapter; see the .proto."""
+        try:
+            loaded, num_running = await self._open_adapters().unload(message.name)
+        except _EXPECTED as error:
+            await context.abort(status_of(error), str(error))
+        logger.info("lora=%s version=%s unloaded", message.name, loaded.adapter.version[:12])
+        return worker_pb2.UnloadWorkerLoraResponse(lora=_lora(loaded), running=num_running)
+
+    def _open_adapters(self) -> Adapters:
+        if self._adapters is None or self._replica.state not in (common_pb2.WARMING, common_pb2.READY):
+            raise NotReadyError(self._not_ready())
+        return self._adapters
+
     def cut(self, detail: str) -> None:
         """End every request that is being answered: the engine will not."""
         for mailbox in self._mailboxes:
@@ -176,9 +215,12 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
 
     def lease(self, heartbeat: int = 0) -> common_pb2.ReplicaLease:
         """The replica's lease with the latest load."""
-        if self._engine is None or self._metrics is None:
+        if self._engine is None or self._metrics is None or self._adapters is None:
             return self._replica.lease(heartbeat=heartbeat)
-        return self._replica.lease(self._engine.snapshot(), self._metrics.hit_rates(time.monotonic()), heartbeat)
+        hit_rates = self._metrics.hit_rates(time.monotonic())
+        lease = self._replica.lease(self._engine.snapshot(), hit_rates, heartbeat)
+        lease.loras.extend(map(_lora, self._adapters.listed))
+        return lease
 
     def _accept(self, message: worker_pb2.WorkerGenerateRequest, context: Context) -> tuple[Engine, Request]:
         replica = self._replica
@@ -187,11 +229,12 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
                 f"this is {replica.config.replica_id} of generation {replica.generation}, not {message.generation}"
             )
         takes = replica.state == common_pb2.READY or (replica.state == common_pb2.WARMING and message.synthetic)
-        if not takes or self._engine is None or replica.card is None:
+        if not takes or self._engine is None or self._adapters is None or replica.card is None:
             raise NotReadyError(self._not_ready())
+        adapter = self._adapters.find(message.lora, message.lora_version) if message.lora else None
         remaining_s = context.time_remaining()
         deadline_s = math.inf if remaining_s is None else time.monotonic() + remaining_s
-        request = read_request(message, replica.card, deadline_s)
+        request = read_request(message, replica.card, deadline_s, adapter)
         if request.num_choices > replica.config.max_queue:  # nowhere would it ever find room
             raise InvalidRequestError(f"n is {request.num_choices}: at most {replica.config.max_queue} wait here")
         return self._engine, request
@@ -293,6 +336,10 @@ def _message(piece: Piece, table: TokenTable) -> inference_pb2.GenerateResponse:
     if piece.prompt_logprobs:
         message.prompt_logprobs.extend(_logprobs(one, table) for one in piece.prompt_logprobs)
     return message
+
+
+def _lora(loaded: LoadedAdapter) -> common_pb2.LoadedLora:
+    return common_pb2.LoadedLora(name=loaded.adapter.name, version=loaded.adapter.version, rank=loaded.rank)
 
 
 def _logprobs(one: TokenLogprobs, table: TokenTable) -> inference_pb2.Logprobs:

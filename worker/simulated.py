@@ -30,6 +30,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from worker.batch import SequenceSlice, SliceResult, StepBatch, TokenLogprobs
 from worker.config import ConfigError, WorkerConfig
 from worker.detokenizer import TokenTable
+from worker.peft import read_config
 from worker.replica import Loaded, ModelCard, Progress
 
 if TYPE_CHECKING:
@@ -106,8 +107,22 @@ def load_simulated(config: WorkerConfig, progress: Progress) -> Loaded:
         runner=runner,
         num_blocks=num_blocks + 1,
         max_num_batched_tokens=config.max_num_batched_tokens or max(_STEP_TOKENS, config.max_num_seqs),
+        adapter_reader=UncheckedReader(config.max_lora_rank),
         event_lag_s=faults.event_lag_s,
     )
+
+
+class UncheckedReader:
+    """Stands where ``worker.lora.LoraReader`` does. Its tensors' file may hold anything: only its digest matters."""
+
+    max_bytes = 1 << 30
+
+    def __init__(self, max_rank: int) -> None:
+        self._max_rank = max_rank
+
+    def __call__(self, config: bytes, tensors: bytes) -> tuple[None, int]:
+        """No weights, and the rank that the configuration names. Raises ``AdapterError``."""
+        return None, read_config(config, self._max_rank).max_rank
 
 
 class SimulatedRunner:
@@ -136,6 +151,7 @@ class SimulatedRunner:
         self._decode_s = decode_s
         self._faults = faults or Faults()
         self._ends = array("L", bytes(array("L").itemsize * num_blocks))  # per block: digest up to its last token
+        self._adapters: dict[str, int] = {}  # where the digest of a sequence with this adapter begins
         self._free_at_s = -math.inf
         self._num_drawn = 0
         self._rng = random.Random()  # of faults alone
@@ -146,6 +162,14 @@ class SimulatedRunner:
         self._pass_time(batch)
         self._misbehave()
         return results
+
+    def add_adapter(self, adapter: str, weights: None) -> None:
+        """Answers with this adapter differ from those of the base, and of others."""
+        self._adapters[adapter] = zlib.crc32(adapter.encode())
+
+    def remove_adapter(self, adapter: str) -> None:
+        """No slice names it any more."""
+        del self._adapters[adapter]
 
     def _compute(self, one: SequenceSlice) -> SliceResult:
         digest = self._read(one)
@@ -161,7 +185,8 @@ class SimulatedRunner:
     def _read(self, one: SequenceSlice) -> int:
         """The digest of the sequence up to the slice's end; what its blocks hold is brought up to date."""
         size, at = self._block_size, one.start
-        digest = self._ends[one.block_ids[(at - 1) // size]] if at else 0
+        begin = 0 if one.lora is None else self._adapters[one.lora]
+        digest = self._ends[one.block_ids[(at - 1) // size]] if at else begin
         token_ids = array("i", one.token_ids)
         done = 0
         while done < len(token_ids):

@@ -86,7 +86,8 @@ annotations:
 {{- if and (kindIs "float64" .) (eq (floor .) .) -}}{{ int64 . }}{{- else -}}{{ . }}{{- end -}}
 {{- end -}}
 
-{{/* A map of flags as list items of `args`. A false one is --no-FLAG where the program knows that, else nothing. */}}
+{{/* A map of flags as list items of `args`. A false one is --no-FLAG where the program knows that, else nothing; a list
+     gives its flag several times. */}}
 {{- define "warmfront.flags" -}}
 {{- range $name, $value := . }}
 {{- if kindIs "invalid" $value }}
@@ -95,6 +96,11 @@ annotations:
 - --{{ $name }}
 {{- else if has $name (list "continue-streams" "enable-prefix-caching" "hot" "prewarm" "token-reuse") }}
 - --no-{{ $name }}
+{{- end }}
+{{- else if kindIs "slice" $value }}
+{{- range $value }}
+- --{{ $name }}
+- {{ . | quote }}
 {{- end }}
 {{- else }}
 - --{{ $name }}

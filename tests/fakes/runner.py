@@ -10,12 +10,14 @@ from __future__ import annotations
 import json
 import threading
 import time
+import zlib
 from collections.abc import Callable
 
 from worker.batch import SequenceSlice, SliceResult, StepBatch, TokenLogprobs
 from worker.config import WorkerConfig
 from worker.main import Loader
 from worker.replica import Loaded, ModelCard, Progress
+from worker.simulated import UncheckedReader
 
 _MASK = (1 << 64) - 1
 
@@ -45,8 +47,15 @@ class FakeRunner:
         self.poison = poison  # a message: this slice fails; one that begins with "raise": the whole step does
         self.slots = [0] * (num_blocks * block_size)
         self.batches: list[list[tuple[str, int, int]]] = []  # per step: (request id, start, tokens)
+        self.adapters: set[str] = set()
         self.dead = False
         self.hangs = threading.Event()  # while it is set, steps do not end
+
+    def add_adapter(self, adapter: str, weights: None) -> None:
+        self.adapters.add(adapter)
+
+    def remove_adapter(self, adapter: str) -> None:
+        self.adapters.remove(adapter)
 
     def execute(self, batch: StepBatch) -> list[SliceResult]:
         if self.dead:
@@ -74,7 +83,9 @@ class FakeRunner:
         def slot(position: int) -> int:
             return one.block_ids[position // self.block_size] * self.block_size + position % self.block_size
 
-        value = self.slots[slot(one.start - 1)] if one.start else 1
+        assert one.lora is None or one.lora in self.adapters, f"{one.lora} is not loaded"
+        begin = 1 if one.lora is None else mix(1, zlib.crc32(one.lora.encode()))
+        value = self.slots[slot(one.start - 1)] if one.start else begin
         prompt_logprobs = []
         for offset, token in enumerate(one.token_ids):
             value = mix(value, token)
@@ -121,6 +132,7 @@ def fake_loader(
 
     def load(config: WorkerConfig, progress: Progress) -> Loaded:
         progress("loading weights", 1.0)
+        blocks = (config.kv_blocks or num_blocks) + 1
         return Loaded(
             card=ModelCard(
                 name=config.served_model_name or name,
@@ -133,9 +145,10 @@ def fake_loader(
                 kv_bytes_per_token=8,
                 eos_token_ids=(2,),
             ),
-            runner=runner or FakeRunner(num_blocks + 1, config.block_size),
-            num_blocks=num_blocks + 1,
+            runner=runner or FakeRunner(blocks, config.block_size),
+            num_blocks=blocks,
             max_num_batched_tokens=config.max_num_batched_tokens or 64,
+            adapter_reader=UncheckedReader(config.max_lora_rank),
         )
 
     return load

@@ -8,7 +8,7 @@ import pytest
 from warmfront_pb.v1 import inference_pb2, worker_pb2
 
 from worker.engine import Request
-from worker.intake import InvalidRequestError, UnsupportedError, read_request
+from worker.intake import InvalidRequestError, read_request
 from worker.replica import ModelCard
 
 CARD = ModelCard(
@@ -90,11 +90,6 @@ def test_a_bad_field_is_named_with_what_to_change(
 ) -> None:
     with pytest.raises(InvalidRequestError, match=words):
         read(make())
-
-
-def test_what_cannot_be_done_is_refused_by_name() -> None:
-    with pytest.raises(UnsupportedError, match="lora"):
-        read(message(lora="adapter"))
 
 
 def test_unset_fields_have_the_defaults_that_the_proto_names() -> None:

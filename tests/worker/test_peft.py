@@ -14,7 +14,7 @@ from worker.peft import AdapterError, read_config
 
 
 def read(**more: Any) -> Any:
-    return read_config(json.dumps(adapter_config(**more)).encode())
+    return read_config(json.dumps(adapter_config(**more)).encode(), 64)
 
 
 def test_ranks_and_scales_are_those_of_the_most_fitting_entry() -> None:
@@ -35,6 +35,7 @@ def test_targets_are_whole_names_or_their_ends_in_the_chosen_layers() -> None:
 
 
 REFUSED: dict[str, dict[str, Any]] = {
+    "rank 65 is over --max-lora-rank 64": {"rank_pattern": {"q_proj": 65}},
     "peft_type 'IA3'": {"peft_type": "IA3"},
     "bias 'all'": {"bias": "all"},
     "use_dora": {"use_dora": True},
@@ -71,11 +72,11 @@ def test_what_cannot_be_honoured_is_refused_by_name(words: str) -> None:
 @pytest.mark.parametrize("data", [b"{", b"[]", b"\xff", b"[" * 100_000, b'{"peft_type": "LORA"}'])
 def test_files_that_are_no_configuration_are_refused(data: bytes) -> None:
     with pytest.raises(AdapterError):
-        read_config(data)
+        read_config(data, 64)
 
 
 def test_everything_that_peft_writes_by_default_is_accepted() -> None:
     config = LoraConfig(r=4, lora_alpha=2, target_modules=["q_proj"], lora_dropout=0.1, task_type="CAUSAL_LM")
     raw = {**config.to_dict(), "target_modules": ["q_proj"], "a_setting_of_next_year": None}
-    peft = read_config(json.dumps(raw).encode())
+    peft = read_config(json.dumps(raw).encode(), 64)
     assert (peft.rank, peft.alpha, peft.targets, peft.layers) == (4, 2.0, ("q_proj",), None)

@@ -7,6 +7,7 @@ import urllib.request
 from array import array
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
+from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -19,6 +20,8 @@ from cache.hot import HotPrefix, Ranked, by_value, encode_hot, saved_tokens
 from tests.fakes.runner import FakeRunner, fake_loader
 from tests.worker.conftest import free_port
 from tests.worker.served import Client, config_for, packed, serve
+from tests.worker.test_adapters import write as write_adapter
+from worker.adapters import read_files
 from worker.config import WorkerConfig
 from worker.main import EXIT_OK, Worker
 from worker.prewarm import Progress, fill, make_plan, pressure_of
@@ -84,6 +87,23 @@ async def test_with_a_higher_target_the_rest_is_computed_too(first: WorkerConfig
     async with serve(config) as served:
         reply = await served.client.generate([*OTHER, 7], sampling={"max_tokens": 1})
         assert reply.usage.cached_tokens == len(OTHER)
+
+
+async def test_hot_prefixes_of_the_worker_s_own_adapters_are_computed_with_them(
+    first: WorkerConfig, tmp_path: Path
+) -> None:
+    folder = write_adapter(tmp_path / "a")
+    version = read_files(folder, tmp_path, 1000).version
+    config = second_of(first, prewarm_target=1.0, lora=(f"a={folder}",))
+    there, other = f"a@{version}", f"a@{'0' * 64}"
+    await write_hot(config, [HotPrefix(packed(SYSTEM), 9.0, there), HotPrefix(packed(OTHER), 99.0, other)])
+    async with serve(config) as served:
+        for lora, count in (("a", len(SYSTEM)), ("", 0)):
+            reply = await served.client.generate(PROMPT, lora=lora, sampling={"max_tokens": 1})
+            assert reply.usage.cached_tokens == count
+        assert (
+            await served.client.generate([*OTHER, 7], lora="a", sampling={"max_tokens": 1})
+        ).usage.cached_tokens == 0
 
 
 async def test_without_prewarm_a_new_worker_is_cold(first: WorkerConfig) -> None:
@@ -218,6 +238,9 @@ def test_a_plan_is_what_the_pool_holds_in_whole_blocks() -> None:
     limits = {"block_size": 16, "vocab_size": 1000}
     plan, wanted = make_plan(found, num_blocks=5, max_model_len=1000, **limits)
     assert [(array("I", one.prefix.token_ids)[0], one.prefix.num_tokens) for one in plan] == [(100, 32), (0, 32)]
+    assert wanted == saved_tokens(found[:3])  # nobody will ask this worker for the adapter
+    plan, wanted = make_plan(found, num_blocks=5, max_model_len=1000, adapters=["adapter"], **limits)
+    assert [one.prefix.lora for one in plan] == ["adapter", ""]  # 3 of 4 blocks
     assert wanted == saved_tokens(found)
     (short,), _ = make_plan([HotPrefix(packed(range(64)), 1.0)], num_blocks=99, max_model_len=50, **limits)
     assert short.prefix.num_tokens == 48

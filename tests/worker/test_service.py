@@ -86,7 +86,7 @@ async def test_an_answer_goes_on_from_the_tokens_that_another_replica_delivered(
     [
         ({"sampling": {"temperature": -1}}, grpc.StatusCode.INVALID_ARGUMENT, "temperature"),
         ({"sampling": {"max_tokens": 0}}, grpc.StatusCode.INVALID_ARGUMENT, "max_tokens"),
-        ({"lora": "x"}, grpc.StatusCode.UNIMPLEMENTED, "lora"),
+        ({"lora": "x"}, grpc.StatusCode.NOT_FOUND, "no adapter 'x' is loaded"),
         ({"generation": "0-0"}, grpc.StatusCode.FAILED_PRECONDITION, "generation"),
     ],
 )
