@@ -503,7 +503,8 @@ class _Server(uvicorn.Server):
 def bind(address: str, port: int, reuse_port: bool) -> socket.socket:
     """A listening socket. Raises ``OSError`` naming the address."""
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
-    listener = socket.socket(family, socket.SOCK_STREAM)
+    # With the protocol named: asyncio turns Nagle's algorithm off for accepted sockets only where it reads TCP here.
+    listener = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     if reuse_port:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)

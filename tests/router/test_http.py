@@ -5,11 +5,13 @@ from __future__ import annotations
 import asyncio
 import itertools
 import json
+import socket
 from typing import Any
 
 import openai
 import pytest
 
+from router.http import bind
 from tests.router.conftest import Cluster, until
 
 CHAT: dict[str, Any] = {
@@ -302,6 +304,21 @@ async def test_two_small_writes_reach_the_client_one_by_one(two: Cluster) -> Non
         times = [clock() async for line in response.aiter_lines() if line]
     gaps = [later - earlier for earlier, later in itertools.pairwise(times[:4])]
     assert all(gap > 0.02 for gap in gaps), "events were held back and came together"
+
+
+async def test_an_accepted_connection_sends_small_writes_at_once() -> None:
+    options: list[int] = []
+
+    async def accepted(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        options.append(writer.get_extra_info("socket").getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY))
+        writer.close()
+
+    listener = bind("127.0.0.1", 0, reuse_port=False)
+    async with await asyncio.start_server(accepted, sock=listener):
+        _, writer = await asyncio.open_connection(*listener.getsockname())
+        await until(lambda: bool(options))
+        writer.close()
+    assert options[0], "Nagle's algorithm holds the second of two small writes for 40 ms"
 
 
 async def test_the_operator_s_paths(two: Cluster) -> None:
