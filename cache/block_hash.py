@@ -129,15 +129,20 @@ class HashScheme:
         text = f"warmfront-hash-scheme:{self.algorithm}:{self.block_size}:{self.root.hex()}"
         return hashlib.sha256(text.encode()).hexdigest()[:32]
 
-    def block_hashes(self, token_ids: TokenIds, extra: Sequence[ExtraKeys | None] | None = None) -> list[BlockHash]:
-        """The hash of each full block of ``token_ids``, first block first.
+    def block_hashes(
+        self,
+        token_ids: TokenIds,
+        extra: Sequence[ExtraKeys | None] | None = None,
+        parent: BlockHash | None = None,
+    ) -> list[BlockHash]:
+        """The hash of each full block of ``token_ids``, first block first, after ``parent`` instead of the root.
 
         ``extra`` has, per full block, what else its KV depends on (see ``extra_keys``). ``token_ids`` may be a list,
         an int array or packed little-endian uint32 bytes.
         Raises ``ValueError`` for a token id below 0 or above 2**31 - 1, or for fewer ``extra`` than full blocks.
         """
         tokens = as_token_array(token_ids)
-        return self._hash(tokens[: self._num_full(tokens, extra) * self.block_size], extra, self.root)
+        return self._hash(tokens[: self._num_full(tokens, extra) * self.block_size], extra, parent or self.root)
 
     def keys(self, token_ids: TokenIds, extra: Sequence[ExtraKeys | None] | None = None) -> array[int]:
         """The packed 8-byte index keys (``array('Q')``) of the same chain."""

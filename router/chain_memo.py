@@ -50,12 +50,12 @@ class ChainMemo:
         """Hash whole blocks in one go, and keep them by chunks."""
         scheme = self._scheme
         extra = extra_keys(len(token_ids) // 4, scheme.block_size, cache_salt=salt) if salt else None
-        hashes = list(scheme.iter_hashes(token_ids, extra, parent))
+        hashes = scheme.block_hashes(token_ids, extra, parent)
         self.num_hashed_blocks += len(hashes)
         keys = pack_keys(hashes)
         for number, start in enumerate(range(0, len(token_ids), self._chunk_bytes)):
-            first, last = number * _CHUNK_BLOCKS, (number + 1) * _CHUNK_BLOCKS
-            chunk = (keys[first:last], hashes[first:last][-1])
+            first, last = number * _CHUNK_BLOCKS, min((number + 1) * _CHUNK_BLOCKS, len(hashes))
+            chunk = (keys[first:last], hashes[last - 1])
             self._chunks[parent, salt, token_ids[start : start + self._chunk_bytes]] = chunk
             parent, salt = chunk[1], ""
         while len(self._chunks) > self._max_chunks:

@@ -29,6 +29,7 @@ log = logging.getLogger(__name__)
 _FIELD, _MADE_MS = b"b", b"t"
 _READ_COUNT = 256  # batches of one stream per read
 _READ_BLOCK_MS = 100  # also how late a new feed is noticed
+_READ_PERIOD_S = 0.002  # batches that come closer together share a read, which costs more than they do
 _MAX_LOADS_AT_ONCE = 8
 _FIRST_RETRY_S, _LAST_RETRY_S = 0.1, 2.0
 _ENOUGH_TRIES = 5  # a router whose Redis never holds a snapshot serves all the same
@@ -139,7 +140,8 @@ class IndexMirror:
         while not self._is_stopped:
             try:
                 are_more_due = await self._load_due()
-                await self._read_streams(1 if are_more_due else _READ_BLOCK_MS)
+                if await self._read_streams(1 if are_more_due else _READ_BLOCK_MS):
+                    await asyncio.sleep(_READ_PERIOD_S)
                 self.online = True
                 pause_s = _FIRST_RETRY_S
             except (RedisError, OSError) as error:
@@ -190,12 +192,13 @@ class IndexMirror:
             log.warning("bad snapshot replica=%s error=%r", feed.replica, str(error))
             return None
 
-    async def _read_streams(self, block_ms: int) -> None:
+    async def _read_streams(self, block_ms: int) -> bool:
+        """Read on in every stream; return when there was something new, or after ``block_ms``, and which."""
         feeds = {self._keys.events(f.replica, f.generation).encode(): f for f in self._feeds.values() if f.is_loaded}
         if not feeds:
             await asyncio.sleep(block_ms / 1000)
             await self._client.ping()
-            return
+            return False
         cursors: Any = {stream: f"{self.index.last_seq(feed.replica)}-0" for stream, feed in feeds.items()}
         reply: Any = await self._client.xread(cursors, count=_READ_COUNT, block=block_ms)
         for stream, entries in reply or ():
@@ -209,6 +212,7 @@ class IndexMirror:
                 self._observe_lags(fields for _, fields in entries)
         for feed in feeds.values():
             feed.num_reads += 1
+        return bool(reply)
 
     def _take(self, feed: _Feed, entry_id: bytes, fields: dict[bytes, bytes]) -> None:
         try:
