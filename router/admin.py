@@ -5,6 +5,7 @@ from typing import Any
 
 from warmfront_pb.v1 import admin_pb2, common_pb2
 
+from router.dispatch import Dispatcher
 from router.errors import InvalidRequestError, NoReplicaReadyError, NotFoundError
 from router.fleet import Fleet, Member
 from router.worker_client import WorkerError
@@ -17,20 +18,37 @@ _OUTCOMES = {"FAILED_PRECONDITION": "busy", "UNAVAILABLE": "unreachable", "DEADL
 class Admin:
     """Views of the fleet and orders to it."""
 
-    def __init__(self, fleet: Fleet) -> None:
+    def __init__(self, fleet: Fleet, dispatcher: Dispatcher) -> None:
         self._fleet = fleet
+        self._dispatcher = dispatcher
 
     def replicas(self) -> admin_pb2.ListReplicasResponse:
         """Every replica that this router knows, refused ones with the reason as their fault."""
         response = admin_pb2.ListReplicasResponse(fleet=self._fleet.config.fleet)
         for name in sorted(self._fleet.members):
             response.replicas.append(self._replica(self._fleet.members[name]))
+        queue = self._dispatcher.queue
+        response.queue.requests = len(queue)
+        response.queue.tokens = queue.num_tokens
+        response.queue.oldest_s = queue.oldest_s
+        response.queue.tenants = queue.num_tenants
+        response.queue.tokens_per_s = queue.tokens_per_s if queue else 0.0
+        response.queue.full_replicas = len(self._fleet.full())
         return response
 
     def replicas_json(self) -> dict[str, Any]:
         """The same as the object of ``GET /v1/replicas``."""
         listed = self.replicas()
-        return {"fleet": listed.fleet, "replicas": [_replica_json(one) for one in listed.replicas]}
+        queue = {
+            "requests": listed.queue.requests,
+            "tokens": listed.queue.tokens,
+            "oldest_s": round(listed.queue.oldest_s, 3),
+            "tenants": listed.queue.tenants,
+            "tokens_per_s": round(listed.queue.tokens_per_s, 1),
+            "full_replicas": listed.queue.full_replicas,
+        }
+        replicas = [_replica_json(one) for one in listed.replicas]
+        return {"fleet": listed.fleet, "replicas": replicas, "queue": queue}
 
     async def drain(self, replica: str, deadline_ms: int = 0) -> int:
         """Let a replica end its requests and leave; how many it still answers. Raises ``RouterError``."""

@@ -10,6 +10,7 @@ from cache.block_hash import ALGORITHMS
 from router.policy import POLICIES
 
 _FLEET_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}")
+_WEIGHT = re.compile(r"\d+(\.\d+)?")
 _REDIS_SCHEMES = ("redis", "rediss", "unix")
 
 
@@ -52,7 +53,17 @@ class RouterConfig:
     heartbeat_s: float = 1.0  # how often replicas renew their lease; the router looks four times as often
     lease_s: float = 5.0  # a replica without a new heartbeat for this long is gone
     request_timeout_s: float = 600.0
+    max_inflight_requests: int = 16_384  # sent and not ended; above it requests are queued
+    max_inflight_tokens: int = 64 << 20  # of their prompts
+    queue_requests: int = 1024  # held back at most; above it clients get 429
+    queue_tokens: int = 8 << 20  # of their prompts
+    queue_timeout_s: float = 30.0
+    replica_requests: int | None = None  # in flight on one replica; None: what its lease says it can use
+    replica_tokens: int | None = None  # prompt tokens that wait to be computed there; None: the same
+    tenant_weights: str | None = None  # gold=4,free=0.5; 1 for all others
     max_body_bytes: int = 16 << 20
+    body_timeout_s: float = 60.0  # for a request to arrive whole
+    stall_timeout_s: float = 60.0  # a client that takes nothing of its answer for this long is cut off
     continue_streams: bool = True  # move a stream whose worker died to another replica
     drain_timeout_s: float = 30.0  # streams still running this long after SIGTERM are cut
     log_json: bool = False
@@ -80,6 +91,9 @@ class RouterConfig:
             ("--request-timeout", self.request_timeout_s),
             ("--drain-timeout", self.drain_timeout_s),
             ("--hot-max-age", self.hot_max_age_s),
+            ("--queue-timeout", self.queue_timeout_s),
+            ("--body-timeout", self.body_timeout_s),
+            ("--stall-timeout", self.stall_timeout_s),
         ):
             if not seconds > 0:
                 raise ConfigError(f"{flag} {seconds:g}s: must be over 0")
@@ -88,8 +102,30 @@ class RouterConfig:
                 f"--lease {self.lease_s:g}s is under two heartbeats of {self.heartbeat_s:g}s: "
                 "one late heartbeat would end a lease; make it longer"
             )
+        for flag, count, lowest in (
+            ("--max-inflight-requests", self.max_inflight_requests, 1),
+            ("--max-inflight-tokens", self.max_inflight_tokens, 1),
+            ("--queue-requests", self.queue_requests, 0),
+            ("--queue-tokens", self.queue_tokens, 0),
+            ("--replica-requests", self.replica_requests, 1),
+            ("--replica-tokens", self.replica_tokens, 1),
+        ):
+            if count is not None and count < lowest:
+                raise ConfigError(f"{flag} {count}: at least {lowest}")
+        _ = self.tenant_weights_by_name
         if self.max_body_bytes < 1024:
             raise ConfigError(f"--max-body-bytes {self.max_body_bytes}: at least 1024")
+
+    @property
+    def tenant_weights_by_name(self) -> dict[str, float]:
+        """``tenant_weights``, read. Raises ``ConfigError``."""
+        weights = {}
+        for entry in self.tenant_weights.split(",") if self.tenant_weights else ():
+            name, _, weight = entry.strip().rpartition("=")
+            if not name or not _WEIGHT.fullmatch(weight) or not 0.01 <= float(weight) <= 100:
+                raise ConfigError(f"--tenant-weights: {entry!r} is not TENANT=WEIGHT with a weight from 0.01 to 100")
+            weights[name] = float(weight)
+        return weights
 
     def _check_redis(self) -> None:
         scheme = urlsplit(self.redis_url).scheme

@@ -2,6 +2,7 @@
 
     tokens -> keys -> match -> decide -> charge -> call the worker -> pass its messages on -> release
 
+Where the replica that it would go to is full it waits for a place first (``router.admission``).
 Before the first message a failing replica costs a retry on another one; after it the stream is continued on another
 replica from the tokens that were delivered, once. The load that a request is charged with is released on every path
 out of here, a client that leaves included.
@@ -17,9 +18,12 @@ import time
 from array import array
 from collections.abc import AsyncGenerator, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
+from typing import NamedTuple
 
 from warmfront_pb.v1 import common_pb2, inference_pb2, worker_pb2
 
+from router.admission import Admission, Waiter, Wanted
 from router.config import RouterConfig
 from router.errors import DeadlineError, NoReplicaReadyError, OverloadedError, RouterError, WorkerFailedError
 from router.explain import Absence, RecentDecisions, Record
@@ -48,6 +52,7 @@ class Route:
     cached_tokens: int | None = None  # what the replica found
     num_retries: int = 0
     was_continued: bool = False
+    queue_s: float = 0.0  # held back before it was sent
     first_token_s: float | None = None  # since the request arrived
     record: Record | None = None  # of the last decision
 
@@ -63,6 +68,14 @@ class Route:
         return headers
 
 
+class _Sent(NamedTuple):
+    """A placed request's replica, and its charge there, which is open."""
+
+    member: Member
+    ticket: Ticket
+    work_tokens: int
+
+
 class Dispatcher:
     """Places requests on the fleet's replicas and passes the answers on."""
 
@@ -73,6 +86,7 @@ class Dispatcher:
         self._rng = random.Random()
         self._troubled: set[Member] = set()  # whose breaker is not closed
         self._placement = Placement(fleet.index, fleet.loads, config.policy, self._rng)
+        self.queue: Admission[_Sent] = Admission(config, fleet.loads, metrics, fleet.full, lambda: len(fleet.ready))
         self.recent = RecentDecisions()
 
     async def prepare(
@@ -137,9 +151,9 @@ class Dispatcher:
             return
         log.info(
             "request request=%s status=%s replica=%s prompt_tokens=%d matched_tokens=%d cached_tokens=%s "
-            "retries=%d ttft_s=%s total_s=%.3f",
+            "retries=%d queue_s=%.3f ttft_s=%s total_s=%.3f",
             *(request_id, status, route.replica or "-", work.num_tokens, route.matched_tokens, route.cached_tokens),
-            *(route.num_retries, "-" if route.first_token_s is None else f"{route.first_token_s:.3f}"),
+            *(route.num_retries, route.queue_s, "-" if route.first_token_s is None else f"{route.first_token_s:.3f}"),
             time.monotonic() - work.arrived_s,
         )
 
@@ -156,13 +170,16 @@ class Dispatcher:
         excluded: dict[str, Absence] = {}
         while True:
             num_before = len(delivered)
-            member, ticket = self._place(work, keys, excluded, route)
+            member, ticket, _ = await self._admit(work, keys, excluded, route, deadline_s)
+            num_prompt_tokens = work.num_tokens
+            self.queue.entered(num_prompt_tokens)
             stream = self._call(member, work, deadline_s)
             try:
                 while (message := await _read(stream, member)) is not None:
                     if len(delivered) == num_before:
                         now = time.monotonic()
                         ticket.first_token(now)
+                        self.queue.look()
                         member.breaker.succeeded()
                         member.fault = ""
                         self._first_token(work, route, now)
@@ -180,6 +197,7 @@ class Dispatcher:
                 stream.cancel()
                 member.breaker.abandoned()
                 ticket.close(time.monotonic())
+                self.queue.left(num_prompt_tokens)
             if failure.is_refusal:
                 self._fleet.note(member, REFUSES_ROUTER)
             if failure.is_transport:
@@ -228,10 +246,47 @@ class Dispatcher:
             return array("Q")  # each of its prompt tokens is computed, whatever is cached
         return chains.keys(call.token_ids, call.cache_salt)
 
+    async def _admit(
+        self, work: Work, keys: array[int], excluded: Mapping[str, Absence], route: Route, deadline_s: float
+    ) -> _Sent:
+        """Place a request, at once or when its turn comes. One that has been sent before does not wait again."""
+        if excluded:
+            sent = self._place(work, keys, excluded, route, may_wait=False)
+            assert isinstance(sent, _Sent)
+            return sent
+        queue = self.queue
+        if not queue and queue.has_room:
+            sent = self._place(work, keys, excluded, route)
+            if isinstance(sent, _Sent):
+                return sent
+        now = time.monotonic()
+        waiter = Waiter(
+            tenant=work.call.tenant,
+            priority=work.call.priority,
+            num_tokens=work.num_tokens,
+            arrived_s=now,
+            expires_s=min(deadline_s, now + self._config.queue_timeout_s),
+            deadline_s=deadline_s,
+            place=partial(self._place, work, keys, excluded, route),
+            work_tokens_of=_work_tokens,
+            undo=_undo,
+        )
+        try:
+            return await queue.wait(waiter)
+        finally:
+            route.queue_s = time.monotonic() - now
+            if route.record is not None:
+                route.record.queue_s = route.queue_s
+
     def _place(
-        self, work: Work, keys: array[int], excluded: Mapping[str, Absence], route: Route
-    ) -> tuple[Member, Ticket]:
-        """Decide and charge, in one go: nobody else decides between the two."""
+        self,
+        work: Work,
+        keys: array[int],
+        excluded: Mapping[str, Absence],
+        route: Route,
+        may_wait: bool = True,
+    ) -> _Sent | Wanted:
+        """Decide and charge, in one go: nobody else decides between the two. Where the chosen is full, only decide."""
         started = time.perf_counter()
         now = time.monotonic()
         caches, passed_over = self._eligible(excluded, now)
@@ -240,9 +295,12 @@ class Dispatcher:
                 f"{self._fleet.why_not_ready() or 'every ready replica failed this request'}: retry soon",
                 retry_after_s=_RETRY_AFTER_S,
             )
-        placed = self._placement.place(work.num_tokens, keys, self._block_size, caches, now, work.session)
-        decision = placed.decision
+        decided = self._placement.decide(work.num_tokens, keys, self._block_size, caches, now, work.session)
+        decision = decided.decision
         chosen = decision.chosen
+        if may_wait and self._fleet.is_full(chosen.replica):
+            return Wanted(chosen.replica, decided.work_tokens)
+        ticket = self._placement.charge(decided, now)
         member = self._fleet.ready[chosen.replica]
         member.breaker.start()
         route.replica = chosen.replica
@@ -252,7 +310,7 @@ class Dispatcher:
         self._metrics.decision_seconds.observe(time.perf_counter() - started)
         self._metrics.matched_tokens.inc(chosen.matched_tokens)
         self._metrics.regret_tokens.inc(decision.regret_tokens)
-        return member, placed.ticket
+        return _Sent(member, ticket, decided.work_tokens)
 
     def _record(
         self,
@@ -347,6 +405,16 @@ async def _read(stream: WorkerStream, member: Member) -> bytes | None:
         if member.has_left and (task is None or not task.cancelling()):
             raise WorkerError("UNAVAILABLE", "the replica left the fleet") from None
         raise
+
+
+def _work_tokens(sent: _Sent) -> int:
+    return sent.work_tokens
+
+
+def _undo(sent: _Sent) -> None:
+    """Placed, and its client has left before it was sent."""
+    sent.member.breaker.abandoned()
+    sent.ticket.close(time.monotonic())
 
 
 def unpack_keys(data: str | bytes) -> array[int]:

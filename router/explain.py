@@ -49,6 +49,7 @@ class Record:
     eligible: Mapping[str, object]  # replica ids
     cached_tokens: int | None = None
     ttft_s: float | None = None
+    queue_s: float = 0.0  # held back by the router before it was sent
 
 
 class RecentDecisions:
@@ -87,6 +88,7 @@ def explain(record: Record) -> admin_pb2.Explanation:
         full_blocks=record.num_blocks,
         block_size=record.block_size,
         retries=record.num_retries,
+        queue_s=round(record.queue_s, 6),
     )
     if record.cached_tokens is not None:
         explanation.cached_tokens = record.cached_tokens

@@ -19,6 +19,7 @@ from router.chain_memo import ChainMemo
 from router.config import RouterConfig
 from router.errors import NoReplicaReadyError, RouterError
 from router.explain import Absence
+from router.flow import Bound, bound_of
 from router.hot import HotPrefixes
 from router.index_mirror import IndexMirror
 from router.load import LoadBook
@@ -32,6 +33,7 @@ log = logging.getLogger(__name__)
 
 _GET_MODEL_TIMEOUT_S = 10.0
 _POLLS_PER_HEARTBEAT = 4
+_UNBOUND = Bound()
 
 
 @dataclass(slots=True, eq=False)
@@ -43,6 +45,7 @@ class Member:
     breaker: Breaker = field(default_factory=Breaker)
     has_left: bool = False
     fault: str = ""  # what this router's own calls have met, until one succeeds
+    heartbeat: int = 0  # of the last lease whose load was taken
 
 
 class Fleet:
@@ -54,6 +57,7 @@ class Fleet:
         self.members: dict[str, Member] = {}
         self.ready: dict[str, Member] = {}  # those that take user traffic; replaced, never changed
         self.ready_caches: dict[str, common_pb2.CacheState] = {}  # the same replicas' caches, as their leases tell
+        self.bounds: dict[str, Bound] = {}  # of the same replicas: what each is given at most
         self.absent: dict[str, Absence] = {}  # the other members, and why they take none
         self.index = PrefixIndex()
         self.loads = LoadBook()
@@ -156,16 +160,36 @@ class Fleet:
                     continue
                 self.mirror.follow(lease.replica, lease.generation)
                 self.loads.model.suggest(lease.load.prefill_tokens_per_s)
+                if member.heartbeat != lease.heartbeat:
+                    member.heartbeat = lease.heartbeat
+                    load = lease.load
+                    self.loads.of(lease.replica).told(load.waiting + load.running, load.waiting_tokens)
                 self.mirror.audit(lease)
                 self.hot.follow(lease, self.index)
         self.ready = {name: member for name, member in self.members.items() if member.replica.is_ready}
         self.ready_caches = {name: member.replica.lease.cache for name, member in self.ready.items()}
+        self.bounds = {name: self._bound(member) for name, member in self.ready.items()}
         self.absent = {
             name: _absence(member.replica) for name, member in self.members.items() if name not in self.ready
         }
         for replica_id in self.members:
             self.loads.confirm(replica_id, self.mirror.applied_seq(replica_id), now)
         self._report()
+
+    def is_full(self, replica: str) -> bool:
+        """Whether a ready replica is at its bound, by the requests of all routers and of whoever its lease tells of."""
+        load = self.loads.of(replica)
+        bound = self.bounds.get(replica, _UNBOUND)
+        return bound.is_reached(load.in_flight + load.foreign_requests, load.waiting_tokens + load.foreign_tokens)
+
+    def full(self) -> set[str]:
+        """Those of the ready replicas that are."""
+        return {name for name in self.ready if self.is_full(name)}
+
+    def _bound(self, member: Member) -> Bound:
+        lease, config = member.replica.lease, self.config
+        speed = lease.load.prefill_tokens_per_s
+        return bound_of(lease.limits, speed, config.replica_requests, config.replica_tokens)
 
     def _accept_contract(self, contract: common_pb2.Contract) -> str:
         """Take the fleet's hash scheme, or say why this router cannot."""

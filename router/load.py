@@ -141,9 +141,14 @@ class ReplicaLoad:
         "_expected_s",
         "_model",
         "_unconfirmed",
+        "foreign_requests",
+        "foreign_tokens",
+        "held_requests",
+        "held_tokens",
         "in_flight",
         "is_gone",
         "others",
+        "peak",
         "pending",
         "replica",
         "waiting_requests",
@@ -157,6 +162,13 @@ class ReplicaLoad:
         self.in_flight = 0  # requests
         self.waiting_requests = 0  # of those, without a first token
         self.waiting_tokens = 0  # prompt tokens charged to the waiting ones
+        # What stands beside the counts: requests of nobody we know, as far as the replica's lease tells more than was
+        # ever in flight since the lease before it, and, while a queue is looked at, those in it that want this replica.
+        self.foreign_requests = 0
+        self.foreign_tokens = 0
+        self.held_requests = 0
+        self.held_tokens = 0
+        self.peak = NO_SHARE  # since the last lease
         self.pending: dict[int, int] = {}  # index key -> requests that will leave it here
         self._unconfirmed: deque[tuple[int, float, Sequence[int]]] = deque()
         self._confirmed_seq = 0
@@ -183,6 +195,21 @@ class ReplicaLoad:
     def since_progress_s(self, now: float) -> float:
         """Seconds since the last first token, or since it became busy; 0 when nothing waits."""
         return max(0.0, now - self._busy_since_s) if self.waiting_requests else 0.0
+
+    def told(self, requests: int, waiting_tokens: int) -> None:
+        """A new lease: what the replica itself says is in flight there, and waits to be computed.
+
+        What routers sent may have ended before the lease is read, but is in the peak: what exceeds that is foreign.
+        """
+        self.foreign_requests = max(0, requests - max(self.peak[0], self.in_flight))
+        self.foreign_tokens = max(0, waiting_tokens - max(self.peak[2], self.waiting_tokens))
+        self.peak = NO_SHARE
+
+    def falls(self) -> None:
+        """The counts are about to fall."""
+        peak = self.peak
+        if self.in_flight > peak[0] or self.waiting_tokens > peak[2]:
+            self.peak = Share(max(self.in_flight, peak[0]), 0, max(self.waiting_tokens, peak[2]))
 
     def depth(self, keys: array[int], depth: int) -> int:
         """Leading blocks of ``keys`` held here: ``depth`` of them reported, and the pending ones that follow."""
@@ -278,8 +305,9 @@ class Ticket:
         if not self._open:
             return
         self._open = False
-        change = Share(-1).plus(self._stop_waiting())
         load = self._load
+        load.falls()
+        change = Share(-1).plus(self._stop_waiting())
         load.in_flight -= 1
         load.settle(self._keys, event_seq, output_keys, now)
         self._tell(change, output_keys, ended=True, event_seq=event_seq or 0)
@@ -288,6 +316,7 @@ class Ticket:
         if not self._waiting:
             return NO_SHARE
         self._waiting = False
+        self._load.falls()
         self._load.waiting_requests -= 1
         self._load.waiting_tokens -= self._charged_tokens
         return Share(0, -1, -self._charged_tokens)
@@ -304,6 +333,7 @@ class LoadBook:
         self.model = ServiceModel()
         self.journal: Journal | None = None  # where there are other routers to tell
         self._replicas: dict[str, ReplicaLoad] = {}
+        self._held: set[ReplicaLoad] = set()
 
     def of(self, replica: str) -> ReplicaLoad:
         """The replica's load, empty at first."""
@@ -316,6 +346,19 @@ class LoadBook:
         """Charge a request that was just placed; ``keys`` are the blocks it will add there."""
         return Ticket(self.of(replica), miss_tokens, keys, now, self.journal)
 
+    def hold(self, replica: str, tokens: int) -> None:
+        """A queued request wants this replica: those after it in the queue reckon with that."""
+        load = self.of(replica)
+        load.held_requests += 1
+        load.held_tokens += tokens
+        self._held.add(load)
+
+    def release_holds(self) -> None:
+        """The look at the queue is over, or begins again."""
+        for load in self._held:
+            load.held_requests = load.held_tokens = 0
+        self._held.clear()
+
     def set_share(self, router: str, replica: str, share: Share, now: float, has_progressed: bool = False) -> None:
         """Another router has this much on a replica now; ``has_progressed``: it has just had a first token there."""
         load = self.of(replica)
@@ -323,6 +366,7 @@ class LoadBook:
         before = load.others.pop(router, NO_SHARE)
         if share != NO_SHARE:
             load.others[router] = share
+        load.falls()
         load.in_flight += share.in_flight - before.in_flight
         load.waiting_requests += share.waiting_requests - before.waiting_requests
         load.waiting_tokens += share.waiting_tokens - before.waiting_tokens

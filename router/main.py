@@ -38,10 +38,10 @@ class Router:
         self.config = config
         self.metrics = RouterMetrics()
         self.fleet = Fleet(config, self.metrics)
-        self._dispatcher = Dispatcher(config, self.fleet, self.metrics)
-        admin = Admin(self.fleet)
-        self._grpc = GrpcFront(config, self.fleet, self._dispatcher, admin)
-        self._http = HttpFront(config, self.fleet, self._dispatcher, admin, self.metrics)
+        self.dispatcher = Dispatcher(config, self.fleet, self.metrics)
+        admin = Admin(self.fleet, self.dispatcher)
+        self._grpc = GrpcFront(config, self.fleet, self.dispatcher, admin)
+        self._http = HttpFront(config, self.fleet, self.dispatcher, admin, self.metrics)
         self._metrics_server: MetricsServer | None = None
         self._health: asyncio.Task[None] | None = None
 
@@ -70,6 +70,7 @@ class Router:
             self._health.cancel()
             await asyncio.gather(self._health, return_exceptions=True)
         await self._grpc.set_ready(False)
+        self.dispatcher.queue.begin_drain(self.config.drain_timeout_s / 2)
         await asyncio.sleep(_DRAIN_NOTICE_S)
         await self.stop()
 
@@ -77,6 +78,7 @@ class Router:
         """Close the ports; running answers have the drain timeout to end."""
         if self._health is not None:
             self._health.cancel()
+        self.dispatcher.queue.begin_drain(self.config.drain_timeout_s / 2)
         await asyncio.gather(self._http.stop(), self._grpc.stop(self.config.drain_timeout_s))
         await self.fleet.stop()
         if self._metrics_server is not None:

@@ -48,6 +48,15 @@ class RouterMetrics:
         self.index_mode = gauge("index_mode", "1 for what the index is now: live, snapshot or local.", ("mode",))
         self.retries = counter("retries", "Requests sent to another replica before a token.", ("reason",))
         self.failovers = counter("failovers", "Streams continued on another replica.")
+        self.queue_seconds = histogram(
+            "queue_seconds", "For how long requests were held back, those that were.", _TTFT_BUCKETS_S
+        )
+        self.queue_requests = gauge("queue_requests", "Requests held back because the replicas they want are full.")
+        self.queue_tokens = gauge("queue_tokens", "Prompt tokens of these.")
+        self.rejected = counter(
+            "rejected", "Requests that were refused or given up before they were sent.", ("reason",)
+        )
+        self.stalled = counter("stalled", "Clients cut off because they took nothing of their answer.")
         self.inflight_tokens = gauge("inflight_tokens", "Uncached tokens sent and waited for.", ("replica",))
         self.prewarm_tokens = counter(
             "prewarm_tokens", "Tokens of hot prefixes, times their hits, that replicas held when they became ready."

@@ -40,6 +40,20 @@ class CacheView(Protocol):
 
 
 @dataclass(slots=True)
+class Decided:
+    """What ``charge`` needs of a decision. It is as good as the moment it was taken in."""
+
+    decision: Decision
+    missing_keys: Sequence[int]  # blocks that the request will leave there
+    work_tokens: int  # that are computed for it there
+
+    @property
+    def replica(self) -> str:
+        """The chosen replica."""
+        return self.decision.chosen.replica
+
+
+@dataclass(slots=True)
 class Placed:
     """Where a request goes. The ticket is open: whoever holds this closes it."""
 
@@ -82,21 +96,37 @@ class Placement:
         now: float,
         session: str = "",
     ) -> Placed:
-        """Choose one of the replicas named in ``caches`` (at least one) and charge it with the request.
+        """``decide`` and ``charge``."""
+        decided = self.decide(num_tokens, keys, block_size, caches, now, session)
+        return Placed(decided.decision, self.charge(decided, now))
+
+    def decide(
+        self,
+        num_tokens: int,
+        keys: array[int],
+        block_size: int,
+        caches: Mapping[str, CacheView],
+        now: float,
+        session: str = "",
+    ) -> Decided:
+        """Choose one of the replicas named in ``caches`` (at least one).
 
         ``keys`` are those of the prompt's full blocks; empty where nothing is cached.
         """
         candidates, depths = self._candidates(num_tokens, keys, block_size, caches, now)
         decision = self._choose(num_tokens, keys, session, candidates, self._rng)
-        self._turn += 1
         chosen = decision.chosen
         missing_keys: Sequence[int] = ()
         if caches[chosen.replica].prefix_caching:
             missing_keys = keys[depths[chosen.replica] :]
         if keys and len(caches) > _MAX_EXACT:
             self._remember(keys[0], chosen.replica)
-        ticket = self._loads.charge(chosen.replica, chosen.work_tokens(num_tokens), missing_keys, now)
-        return Placed(decision, ticket)
+        return Decided(decision, missing_keys, chosen.work_tokens(num_tokens))
+
+    def charge(self, decided: Decided, now: float) -> Ticket:
+        """The request goes there, now."""
+        self._turn += 1
+        return self._loads.charge(decided.replica, decided.work_tokens, decided.missing_keys, now)
 
     def preview(
         self,
@@ -152,9 +182,9 @@ class Placement:
                     matched_tokens=matched * block_size,
                     pending_tokens=max(0, matched - held) * block_size,
                     host_tokens=max(0, min(matched, held) - on_device) * block_size,
-                    waiting_tokens=load.waiting_tokens,
-                    waiting_requests=load.waiting_requests,
-                    in_flight=load.in_flight,
+                    waiting_tokens=load.waiting_tokens + load.foreign_tokens + load.held_tokens,
+                    waiting_requests=load.waiting_requests + load.held_requests,
+                    in_flight=load.in_flight + load.foreign_requests,
                     since_progress_s=load.since_progress_s(now),
                     speed=load.speed,
                     free_tokens=max(0, free_blocks) * block_size,

@@ -174,6 +174,19 @@ _TABLE: tuple[Flag | str, ...] = (
     Flag("trust-tenant-header", click.BOOL, "Take x-warmfront-tenant from the client."),
     "Placement",
     Flag("policy", click.Choice(POLICIES), "How a replica is chosen."),
+    "Flow control",
+    Flag("max-inflight-requests", click.IntRange(min=1), "Requests sent and not ended; above it they are queued."),
+    Flag("max-inflight-tokens", click.IntRange(min=1), "Prompt tokens of these; above it requests are queued."),
+    Flag(
+        "replica-requests", click.IntRange(min=1), "In flight on one replica. Default: what its lease says it can use."
+    ),
+    Flag(
+        "replica-tokens", click.IntRange(min=1), "Prompt tokens waiting there. Default: what its lease says it can use."
+    ),
+    Flag("queue-requests", COUNT, "Requests that wait for a replica at most; above it clients get 429."),
+    Flag("queue-tokens", COUNT, "Prompt tokens of these at most."),
+    Flag("queue-timeout", Duration(), "A request that has waited this long gets 429.", "queue_timeout_s"),
+    Flag("tenant-weights", str, "Shares of tenants in the queue, such as gold=4,free=0.5. Default: 1 each."),
     "Prefix cache",
     Flag("enable-prefix-caching", bool, "Keep and reuse the KV of prompts seen before."),
     Flag(
@@ -254,6 +267,8 @@ _TABLE: tuple[Flag | str, ...] = (
         "drain_deadline_s drain_timeout_s",
     ),
     Flag("request-timeout", Duration(), "A request that runs longer is cut.", "request_timeout_s"),
+    Flag("body-timeout", Duration(), "A request that takes longer to arrive whole gets 408.", "body_timeout_s"),
+    Flag("stall-timeout", Duration(), "Cut off a client that takes nothing of its answer.", "stall_timeout_s"),
     "Other",
     Flag("max-body-bytes", click.IntRange(min=1024), "Largest HTTP body; above it clients get 413."),
     Flag("continue-streams", bool, "Move a stream whose worker died to another replica."),

@@ -99,9 +99,20 @@ def render(answer: dict[str, Any], url: str) -> RenderableType:
         table.rows.append(row)
         remarks = (replica.get(key) for key in ("hit_rate_verdict", "fault"))
         notes += [Text(f"{replica['id']}: {remark}") for remark in remarks if remark]
+    queue = answer.get("queue")
+    if queue and queue["requests"]:
+        notes.append(Text(_queue(queue), style="yellow"))
     if not answer["replicas"]:
         notes.append(Text("no replica is registered"))
     return Group(table, *notes)
+
+
+def _queue(queue: dict[str, Any]) -> str:
+    rate = f", drained at {queue['tokens_per_s']:,.0f} tok/s" if queue["tokens_per_s"] else ""
+    return (
+        f"queue: {queue['requests']:,} requests of {queue['tenants']:,} tenants with {queue['tokens']:,} tokens wait, "
+        f"the oldest for {queue['oldest_s']:.1f} s{rate}; {queue['full_replicas']} replicas are full"
+    )
 
 
 def percent(share: float | None) -> str:

@@ -22,6 +22,7 @@ class FakeRouter:
     bodies: list[dict[str, Any]] = field(default_factory=list)
     seen: set[tuple[str, str]] = field(default_factory=set)
     drained: list[str] = field(default_factory=list)
+    queue: dict[str, Any] = field(default_factory=dict)
     has_busy_replica: bool = False  # one that refuses to reset its cache
     drains: bool = True  # whether a replica that is asked to drain ever leaves
     break_after: int | None = None  # pieces of an answer before an error event
@@ -108,7 +109,7 @@ def fake_router() -> Iterator[FakeRouter]:
         def do_GET(self) -> None:
             match self.path:
                 case "/v1/replicas":
-                    self._json(200, {"fleet": "default", "replicas": state.replicas})
+                    self._json(200, {"fleet": "default", "replicas": state.replicas, "queue": state.queue})
                 case "/v1/models":
                     self._json(200, {"object": "list", "data": [{"id": "fake", "object": "model"}]})
                 case "/readyz":

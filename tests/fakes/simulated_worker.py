@@ -53,6 +53,7 @@ class Faults:
 
     statuses: list[grpc.StatusCode] = field(default_factory=list)  # the next requests are answered with these
     cut_after_tokens: int | None = None  # streams break off with UNAVAILABLE
+    gate: asyncio.Event | None = None  # requests wait until it is set
     is_hung: bool = False  # requests neither end nor fail
     lost_batches: int = 0  # so many event batches never reach Redis
     corrupt_batches: int = 0  # so many arrive as rubbish
@@ -186,6 +187,8 @@ class SimulatedWorker(worker_pb2_grpc.WorkerServicer):
         await self._authenticate(context)
         if self.faults.statuses:
             await context.abort(self.faults.statuses.pop(0), "told to fail")
+        if self.faults.gate is not None:
+            await self.faults.gate.wait()
         if self.faults.is_hung:
             await asyncio.Event().wait()
         if request.generation != self.generation:

@@ -285,7 +285,7 @@ async def test_without_prefix_caching_nothing_is_predicted_and_load_is_balanced(
     for _ in range(20):
         response = await cluster.http.post("/v1/completions", json=COMPLETION)
         assert response.headers["x-warmfront-matched-tokens"] == "0"
-    assert all(5 <= len(worker.requests) <= 15 for worker in cluster.workers.values())
+    assert all(2 <= len(worker.requests) <= 18 for worker in cluster.workers.values())  # by lot: 1 in 20,000 fails
 
 
 async def test_a_tenant_header_counts_only_where_it_is_trusted(cluster: Cluster) -> None:

@@ -92,7 +92,7 @@ def test_chat_goes_on_after_a_failed_answer(cli: Cli, router: FakeRouter) -> Non
 
 def test_status_json_is_the_router_s_object(cli: Cli, router: FakeRouter) -> None:
     shown = json.loads(cli("status", "--url", router.url, "--json").out)
-    assert shown == {"fleet": "default", "replicas": router.replicas}
+    assert shown == {"fleet": "default", "replicas": router.replicas, "queue": {}}
 
 
 def test_status_shows_blocks_hit_rate_and_its_verdict(cli: Cli, router: FakeRouter) -> None:
@@ -100,6 +100,14 @@ def test_status_shows_blocks_hit_rate_and_its_verdict(cli: Cli, router: FakeRout
     line = next(line for line in shown.splitlines() if line.startswith("w0"))
     assert line.split() == ["w0", "READY", "12", "/", "900", "/", "4,096", "22.5", "91%", "88%", "0", "1"]
     assert "w1: prompts differ" in shown
+
+
+def test_status_shows_the_queue_while_there_is_one(cli: Cli, router: FakeRouter) -> None:
+    router.queue = {"requests": 0, "tokens": 0, "oldest_s": 0, "tenants": 0, "tokens_per_s": 0, "full_replicas": 0}
+    assert "queue" not in cli("status", "--url", router.url).out
+    router.queue |= {"requests": 3, "tokens": 4200, "oldest_s": 1.5, "tenants": 2, "tokens_per_s": 900.4}
+    shown = " ".join(cli("status", "--url", router.url).out.split())
+    assert "3 requests of 2 tenants with 4,200 tokens wait, the oldest for 1.5 s, drained at 900 tok/s" in shown
 
 
 def test_drain_waits_until_the_replica_is_gone(cli: Cli, router: FakeRouter) -> None:
