@@ -4,9 +4,11 @@ import ipaddress
 import re
 import secrets
 from dataclasses import dataclass, field
+from pathlib import Path
 from urllib.parse import urlsplit
 
 from cache.block_hash import ALGORITHMS
+from common.tls import TlsError, TlsFiles
 from router.policy import POLICIES
 
 _FLEET_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}")
@@ -36,9 +38,13 @@ class RouterConfig:
     metrics_port: int | None = None  # None: /metrics stands on the HTTP port alone
     reuse_port: bool = False  # share HTTP and gRPC ports with other routers of this machine (SO_REUSEPORT)
     insecure_listen: bool = False
-    tls_cert: str | None = None
-    tls_key: str | None = None
-    tls_client_ca: str | None = None
+    tls_cert: Path | None = None  # of the public servers, PEM; read again when it changes
+    tls_key: Path | None = None
+    tls_client_ca: Path | None = None  # clients must show a certificate of this authority
+    worker_ca: Path | None = None  # workers are called over TLS and must be of this authority; None: plain text
+    worker_client_cert: Path | None = None  # what this router shows to workers
+    worker_client_key: Path | None = None
+    worker_server_name: str | None = None  # that workers' certificates must carry; None: the address they register
 
     worker_token: str = field(default="", repr=False)
     hash_seed: str | None = field(default=None, repr=False)  # None: the algorithm's default, where it has one
@@ -127,6 +133,16 @@ class RouterConfig:
             weights[name] = float(weight)
         return weights
 
+    @property
+    def tls_files(self) -> TlsFiles | None:
+        """The files of the public servers; None: plain text."""
+        return TlsFiles.of_server(self.tls_cert, self.tls_key, self.tls_client_ca)
+
+    @property
+    def worker_tls_files(self) -> TlsFiles | None:
+        """The files for calls to workers; None: plain text."""
+        return TlsFiles.of_worker_client(self.worker_ca, self.worker_client_cert, self.worker_client_key)
+
     def _check_redis(self) -> None:
         scheme = urlsplit(self.redis_url).scheme
         if not self.redis_url:
@@ -137,16 +153,18 @@ class RouterConfig:
             raise ConfigError(f"--redis: scheme {scheme!r} is none of {', '.join(_REDIS_SCHEMES)}")
 
     def _check_listen(self) -> None:
-        for flag, value in (
-            ("--tls-cert", self.tls_cert),
-            ("--tls-key", self.tls_key),
-            ("--tls-client-ca", self.tls_client_ca),
-        ):
-            if value is not None:
-                raise ConfigError(f"{flag} is not supported by this version: put a TLS proxy in front of the router")
-        if not is_loopback(self.listen) and not self.insecure_listen:
+        try:
+            if self.tls_files is not None:
+                self.tls_files.check_server()
+            if self.worker_tls_files is not None:
+                self.worker_tls_files.check_client()
+        except TlsError as error:
+            raise ConfigError(str(error)) from error
+        if self.worker_tls_files is None and self.worker_server_name is not None:
+            raise ConfigError("--worker-server-name needs --worker-ca: without it workers are called in plain text")
+        if not is_loopback(self.listen) and not self.insecure_listen and self.tls_cert is None:
             raise ConfigError(
-                f"--listen {self.listen} is reachable from other machines without TLS: "
+                f"--listen {self.listen} is reachable from other machines without TLS: give --tls-cert and --tls-key, "
                 "add --insecure-listen if the network is trusted, or listen on 127.0.0.1"
             )
 

@@ -27,7 +27,7 @@ from router.metrics import RouterMetrics
 from router.registry import FleetKeys, Membership, Registry, Replica, connect_redis
 from router.shared_load import SharedLoad
 from router.tokenizer import ModelProfile
-from router.worker_client import REFUSES_ROUTER, WorkerClient, WorkerError
+from router.worker_client import REFUSES_ROUTER, WorkerClient, WorkerError, WorkerTls
 
 log = logging.getLogger(__name__)
 
@@ -65,6 +65,10 @@ class Fleet:
         self.chains: ChainMemo | None = None  # of that scheme
         self.membership = Membership(config.fleet, config.lease_s)
         self._profile: ModelProfile | None = None
+        files = config.worker_tls_files
+        self._worker_tls = WorkerTls(files, config.worker_server_name) if files is not None else None
+        if self._worker_tls is not None and config.worker_client_cert is not None:
+            metrics.tls_expiry.labels("worker_client").set_function(self._worker_tls.certificates.expires_s)
         self._redis = connect_redis(config.redis_url)
         keys = FleetKeys(config.fleet)
         self._registry = Registry(self._redis, keys, self.membership, self._accept_contract)
@@ -154,7 +158,8 @@ class Fleet:
                 lease = member.replica.lease
                 if member.client.address != lease.address:
                     await member.client.close()
-                    member.client = WorkerClient(lease.address, self.config.worker_token)
+                    member.client = self._client(lease)
+                member.client.renew()
                 if member.replica.fault:
                     self.mirror.forget(lease.replica)
                     continue
@@ -212,7 +217,10 @@ class Fleet:
             "replica joined replica=%s generation=%s address=%s state=%s",
             *(lease.replica, lease.generation, lease.address, common_pb2.ReplicaState.Name(lease.state)),
         )
-        self.members[lease.replica] = Member(replica, WorkerClient(lease.address, self.config.worker_token))
+        self.members[lease.replica] = Member(replica, self._client(lease))
+
+    def _client(self, lease: common_pb2.ReplicaLease) -> WorkerClient:
+        return WorkerClient(lease.address, self.config.worker_token, self._worker_tls)
 
     async def _remove(self, replica: Replica) -> None:
         member = self.members.pop(replica.id, None)
@@ -238,7 +246,7 @@ class Fleet:
                 model = await member.client.get_model(_GET_MODEL_TIMEOUT_S)
                 self._profile = await asyncio.to_thread(ModelProfile, model)
             except WorkerError as error:
-                self.note(member, REFUSES_ROUTER if error.is_refusal else f"cannot tell its model ({error.status})")
+                self.note(member, REFUSES_ROUTER if error.is_refusal else f"cannot tell its model ({error.reason})")
                 continue
             except RouterError as error:
                 self.note(member, f"has a model that cannot be served: {error}")

@@ -18,6 +18,7 @@ from starlette.routing import Route as Path
 from starlette.types import Receive, Scope, Send
 from warmfront_pb.v1 import admin_pb2, inference_pb2
 
+from common.tls import Certificates, ServerContext
 from router import openai_api
 from router.admin import Admin
 from router.config import RouterConfig
@@ -49,7 +50,13 @@ class HttpFront:
     """The public HTTP server."""
 
     def __init__(
-        self, config: RouterConfig, fleet: Fleet, dispatcher: Dispatcher, admin: Admin, metrics: RouterMetrics
+        self,
+        config: RouterConfig,
+        fleet: Fleet,
+        dispatcher: Dispatcher,
+        admin: Admin,
+        metrics: RouterMetrics,
+        certificates: Certificates | None,
     ) -> None:
         self._config = config
         self._fleet = fleet
@@ -76,18 +83,19 @@ class HttpFront:
             routes=routes,
             exception_handlers={RouterError: _on_router_error, HTTPException: _on_http_error, Exception: _on_fault},
         )
-        self._server = _Server(
-            uvicorn.Config(
-                app,
-                log_config=None,
-                access_log=False,
-                lifespan="off",
-                server_header=False,
-                ws="none",
-                timeout_keep_alive=75,
-                timeout_graceful_shutdown=max(1, int(config.drain_timeout_s)),
-            )
+        settings = uvicorn.Config(
+            app,
+            log_config=None,
+            access_log=False,
+            lifespan="off",
+            server_header=False,
+            ws="none",
+            timeout_keep_alive=75,
+            timeout_graceful_shutdown=max(1, int(config.drain_timeout_s)),
         )
+        settings.load()
+        settings.ssl = ServerContext.of(certificates) if certificates is not None else None
+        self._server = _Server(settings)
 
     async def start(self) -> int:
         """Listen; the port. Raises ``OSError`` when the port cannot be had."""
@@ -96,6 +104,10 @@ class HttpFront:
         self._task = asyncio.create_task(self._server.serve(sockets=[listener]))
         await self._server.listening.wait()
         return port
+
+    def why_not_ready(self) -> str:
+        """Empty while requests can be answered."""
+        return "draining" if self._is_draining else self._fleet.why_not_ready()
 
     def begin_drain(self) -> None:
         """Say that this router takes no more requests; those that come all the same are still answered."""
@@ -191,7 +203,7 @@ class HttpFront:
         return Response("ok\n", media_type="text/plain")
 
     async def _readyz(self, http: Request) -> Response:
-        reason = "draining" if self._is_draining else self._fleet.why_not_ready()
+        reason = self.why_not_ready()
         return Response(f"{reason or 'ok'}\n", 503 if reason else 200, media_type="text/plain")
 
     async def _metrics_text(self, http: Request) -> Response:

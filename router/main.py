@@ -8,12 +8,14 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from common.logs import configure_logging
+from common.metrics_server import MetricsServer
+from common.tls import Certificates, TlsError
 from router.admin import Admin
 from router.config import RouterConfig
 from router.dispatch import Dispatcher
 from router.fleet import Fleet
 from router.http import HttpFront
-from router.metrics import MetricsServer, RouterMetrics
+from router.metrics import RouterMetrics
 from router.service import GrpcFront
 
 log = logging.getLogger(__name__)
@@ -32,18 +34,21 @@ class Endpoints:
 
 
 class Router:
-    """A router in this event loop."""
+    """A router in this event loop. Raises ``TlsError`` when a certificate cannot be used."""
 
     def __init__(self, config: RouterConfig) -> None:
         self.config = config
         self.metrics = RouterMetrics()
+        self._certificates = Certificates(config.tls_files) if config.tls_files is not None else None
+        if self._certificates is not None:
+            self.metrics.tls_expiry.labels("server").set_function(self._certificates.expires_s)
         self.fleet = Fleet(config, self.metrics)
         self.dispatcher = Dispatcher(config, self.fleet, self.metrics)
         admin = Admin(self.fleet, self.dispatcher)
-        self._grpc = GrpcFront(config, self.fleet, self.dispatcher, admin)
-        self._http = HttpFront(config, self.fleet, self.dispatcher, admin, self.metrics)
+        self._grpc = GrpcFront(config, self.fleet, self.dispatcher, admin, self._certificates)
+        self._http = HttpFront(config, self.fleet, self.dispatcher, admin, self.metrics, self._certificates)
         self._metrics_server: MetricsServer | None = None
-        self._health: asyncio.Task[None] | None = None
+        self._tasks: list[asyncio.Task[None]] = []
 
     async def start(self) -> Endpoints:
         """Listen and follow the fleet. Raises ``OSError`` when a port cannot be had."""
@@ -53,22 +58,25 @@ class Router:
             grpc_port = await self._grpc.start()
             metrics_url = None
             if self.config.metrics_port is not None:
-                self._metrics_server = MetricsServer(self.metrics, host, self.config.metrics_port)
+                self._metrics_server = MetricsServer(
+                    self.metrics.registry, self._http.why_not_ready, address=host, port=self.config.metrics_port
+                )
                 metrics_url = f"http://{host}:{self._metrics_server.port}/metrics"
             await self.fleet.start()
         except BaseException:
             await self.stop()
             raise
-        self._health = asyncio.create_task(self._tell_health())
+        self._tasks = [asyncio.create_task(self._tell_health())]
+        if self._certificates is not None:
+            self._tasks.append(asyncio.create_task(self._certificates.follow()))
         log.info("router listens http=%s:%d grpc=%s:%d", host, http_port, host, grpc_port)
-        return Endpoints(http=f"http://{host}:{http_port}", grpc=f"{host}:{grpc_port}", metrics=metrics_url)
+        scheme = "https" if self._certificates is not None else "http"
+        return Endpoints(http=f"{scheme}://{host}:{http_port}", grpc=f"{host}:{grpc_port}", metrics=metrics_url)
 
     async def drain(self) -> None:
         """Say "not ready", give load balancers a moment, let what runs end, then close everything."""
         self._http.begin_drain()
-        if self._health is not None:
-            self._health.cancel()
-            await asyncio.gather(self._health, return_exceptions=True)
+        await self._end_tasks()
         await self._grpc.set_ready(False)
         self.dispatcher.queue.begin_drain(self.config.drain_timeout_s / 2)
         await asyncio.sleep(_DRAIN_NOTICE_S)
@@ -76,13 +84,17 @@ class Router:
 
     async def stop(self) -> None:
         """Close the ports; running answers have the drain timeout to end."""
-        if self._health is not None:
-            self._health.cancel()
+        await self._end_tasks()
         self.dispatcher.queue.begin_drain(self.config.drain_timeout_s / 2)
         await asyncio.gather(self._http.stop(), self._grpc.stop(self.config.drain_timeout_s))
         await self.fleet.stop()
         if self._metrics_server is not None:
             self._metrics_server.stop()
+
+    async def _end_tasks(self) -> None:
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
 
     async def _tell_health(self) -> None:
         was_ready = False
@@ -108,7 +120,7 @@ async def serve(config: RouterConfig, stop: asyncio.Event, ready: Callable[[Endp
 def run_router(config: RouterConfig, ready: Callable[[Endpoints], None] | None = None) -> int:
     """Run a router in the foreground until SIGTERM or SIGINT; its exit code.
 
-    0 after a drain, 2 when a port cannot be had. A second signal ends it at once.
+    0 after a drain, 2 when a port cannot be had or a certificate cannot be used. A second signal ends it at once.
     """
     configure_logging(as_json=config.log_json, level=config.log_level)
 
@@ -120,7 +132,7 @@ def run_router(config: RouterConfig, ready: Callable[[Endpoints], None] | None =
                 loop.add_signal_handler(number, _on_signal, number, stop)
         try:
             await serve(config, stop, ready)
-        except OSError as error:
+        except (OSError, TlsError) as error:
             log.error("%s", error)
             return 2
         return 0

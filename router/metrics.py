@@ -1,6 +1,6 @@
 """The router's figures, in a registry of their own so that two routers in one process do not mix."""
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest, start_http_server
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
 _PREFIX = "warmfront_router"
 _DECISION_BUCKETS_S = (1e-5, 2e-5, 5e-5, 1e-4, 2e-4, 5e-4, 1e-3, 2e-3, 5e-3, 1e-2)
@@ -66,6 +66,11 @@ class RouterMetrics:
         self.redis_up = gauge("redis_up", "Whether Redis answered the last look at the leases.")
         self.replicas_ready = gauge("replicas_ready", "Replicas that take user traffic.")
         self.replicas_refused = gauge("replicas_refused", "Replicas refused for their contract or protocol.")
+        self.tls_expiry = gauge(
+            "tls_certificate_expiry_timestamp_seconds",
+            "When a certificate of this router ends, in seconds since 1970.",
+            ("certificate",),
+        )
 
     def set_index_mode(self, mode: str) -> None:
         """One of ``INDEX_MODES``."""
@@ -82,17 +87,3 @@ class RouterMetrics:
     def text(self) -> bytes:
         """Everything, in the Prometheus text format."""
         return generate_latest(self.registry)
-
-
-class MetricsServer:
-    """Serves this router's figures on a port of its own, from a thread."""
-
-    def __init__(self, metrics: RouterMetrics, address: str, port: int) -> None:
-        self._server, self._thread = start_http_server(port, addr=address, registry=metrics.registry)
-        self.port = int(self._server.server_port)
-
-    def stop(self) -> None:
-        """Close the port."""
-        self._server.shutdown()
-        self._server.server_close()
-        self._thread.join()

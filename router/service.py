@@ -18,6 +18,7 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 from warmfront_pb.v1 import admin_pb2, inference_pb2
 
+from common.tls import Certificates, grpc_server_credentials
 from router.admin import Admin
 from router.config import RouterConfig
 from router.dispatch import Dispatcher, Route
@@ -44,8 +45,16 @@ def request_id_of(given: str | None) -> str:
 class GrpcFront:
     """The public gRPC server."""
 
-    def __init__(self, config: RouterConfig, fleet: Fleet, dispatcher: Dispatcher, admin: Admin) -> None:
+    def __init__(
+        self,
+        config: RouterConfig,
+        fleet: Fleet,
+        dispatcher: Dispatcher,
+        admin: Admin,
+        certificates: Certificates | None,
+    ) -> None:
         self._config = config
+        self._certificates = certificates
         self._fleet = fleet
         self._dispatcher = dispatcher
         self._admin = admin
@@ -112,7 +121,10 @@ class GrpcFront:
                 family = socket.AF_INET6 if ":" in host else socket.AF_INET
                 with socket.create_server((host, port), family=family):
                     pass
-            port = self._server.add_insecure_port(address)
+            if self._certificates is None:
+                port = self._server.add_insecure_port(address)
+            else:
+                port = self._server.add_secure_port(address, grpc_server_credentials(self._certificates))
         except (OSError, RuntimeError) as error:
             reason = error.strerror if isinstance(error, OSError) else error
             raise OSError(f"cannot listen on {address} for gRPC: {reason}") from error

@@ -1,5 +1,6 @@
 """The router's side of the Worker service: one channel per replica generation, messages passed on as bytes."""
 
+import asyncio
 from collections.abc import Sequence
 from typing import Any
 
@@ -8,6 +9,7 @@ import grpc.aio
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from warmfront_pb.v1 import worker_pb2
 
+from common.tls import Certificates, Identity, TlsFiles, grpc_channel_credentials
 from router.errors import NoReplicaReadyError, RouterError, error_of_status
 
 _SERVICE = "/warmfront.v1.Worker"
@@ -23,12 +25,22 @@ _OPTIONS: Sequence[tuple[str, Any]] = (
     ("grpc.initial_reconnect_backoff_ms", 100),
     ("grpc.max_reconnect_backoff_ms", 2_000),
 )
+_OLD_CHANNEL_S = 3600.0  # for the calls that run when certificates change; longer than any request
 
 # The answers of a worker that say nothing against it: another replica would answer the same.
 CLIENT_STATUSES = frozenset({"INVALID_ARGUMENT", "NOT_FOUND", "UNIMPLEMENTED", "OUT_OF_RANGE", "DEADLINE_EXCEEDED"})
 
 
 REFUSES_ROUTER = "refuses this router's token: do both read the same --worker-token-file?"
+
+
+# What gRPC says of a handshake that failed, and what may be set differently.
+_TLS_HINTS = (
+    ("CERTIFICATE_VERIFY_FAILED", "its certificate does not come from --worker-ca"),
+    ("Hostname Verification", "its certificate carries another name: is it --worker-server-name?"),
+    ("WRONG_VERSION_NUMBER", "it speaks no TLS, and --worker-ca wants that"),
+    ("Socket closed", "it closes connections: does it want TLS (--worker-ca), or --worker-client-cert?"),
+)
 
 
 class WorkerError(Exception):
@@ -48,6 +60,12 @@ class WorkerError(Exception):
     def is_refusal(self) -> bool:
         """Whether the worker does not know this router's token."""
         return self.status in ("UNAUTHENTICATED", "PERMISSION_DENIED")
+
+    @property
+    def reason(self) -> str:
+        """The status, and what it may come from where a handshake failed. Has no addresses in it."""
+        hint = next((hint for sign, hint in _TLS_HINTS if sign in self.message), "")
+        return f"{self.status}: {hint}" if self.status == "UNAVAILABLE" and hint else self.status
 
     def as_router_error(self, who: str) -> RouterError:
         """What the client is told when nothing more can be tried; ``who`` failed.
@@ -92,13 +110,46 @@ class WorkerStream:
         self._call.cancel()
 
 
+class WorkerTls:
+    """Whom this router believes and what it shows when it calls workers. The newest files serve the next channel."""
+
+    def __init__(self, files: TlsFiles, server_name: str | None) -> None:
+        self.certificates = Certificates(files)
+        self._options = (("grpc.ssl_target_name_override", server_name),) if server_name is not None else ()
+
+    def channel(self, address: str, identity: Identity) -> grpc.aio.Channel:
+        """A channel that checks the worker's certificate against its address, or against the name that all have."""
+        credentials = grpc_channel_credentials(identity)
+        return grpc.aio.secure_channel(address, credentials, options=(*_OPTIONS, *self._options))
+
+
 class WorkerClient:
     """Calls to one replica generation."""
 
-    def __init__(self, address: str, token: str) -> None:
+    def __init__(self, address: str, token: str, tls: WorkerTls | None = None) -> None:
         self.address = address
         self._metadata = (("authorization", f"Bearer {token}"),)
-        self._channel = grpc.aio.insecure_channel(address, options=_OPTIONS)
+        self._tls = tls
+        self._identity = tls.certificates.current() if tls is not None else None
+        self._old: dict[asyncio.Task[None], grpc.aio.Channel] = {}  # with former certificates: calls still run there
+        self._open()
+
+    def renew(self) -> None:
+        """Use new certificates, if there are any, from the next call on; those that run end on the old channel."""
+        identity = self._tls.certificates.current() if self._tls is not None else None
+        if identity is self._identity:
+            return
+        self._identity = identity
+        closing = asyncio.create_task(self._channel.close(_OLD_CHANNEL_S))
+        self._old[closing] = self._channel
+        closing.add_done_callback(self._old.pop)
+        self._open()
+
+    def _open(self) -> None:
+        if self._tls is not None and self._identity is not None:
+            self._channel = self._tls.channel(self.address, self._identity)
+        else:
+            self._channel = grpc.aio.insecure_channel(self.address, options=_OPTIONS)
         self._generate: Any = self._channel.unary_stream(f"{_SERVICE}/Generate")
         self._get_model = self._channel.unary_unary(
             f"{_SERVICE}/GetModel",
@@ -151,8 +202,9 @@ class WorkerClient:
         return reply.blocks
 
     async def close(self) -> None:
-        """Close the channel; calls that are still running are cancelled."""
-        await self._channel.close()
+        """Close every channel; calls that are still running are cancelled."""
+        for channel in (*self._old.values(), self._channel):
+            await channel.close()
 
 
 def is_serving(address: str, timeout_s: float) -> bool:

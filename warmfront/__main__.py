@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import importlib
+import os
 import sys
 from importlib.metadata import version
 from typing import Any
 
 import click
+
+# gRPC reads it when it is imported, and else writes a line of its own about each client that fails a TLS handshake.
+os.environ.setdefault("GRPC_VERBOSITY", "ERROR")
 
 # name: (module, attribute, one line for --help). Lines come in the order in which a newcomer meets the commands.
 COMMANDS = {

@@ -11,7 +11,7 @@ from typing import Any, TextIO
 import click
 from rich.text import Text
 
-from warmfront.client import Answer, Client, url_option
+from warmfront.client import Address, Answer, Client, address_options
 from warmfront.console import stderr, stdout
 from warmfront.errors import Failure, WrongUse
 
@@ -19,18 +19,18 @@ HELP = "/new forgets the conversation, /system TEXT starts one with a system pro
 
 
 @click.command()
-@url_option
+@address_options
 @click.option("--system", default=None, help="System prompt.")
 @click.option(
     "--max-tokens", default=512, show_default=True, type=click.IntRange(min=1), help="Longest answer, in tokens."
 )
 @click.option("--temperature", default=0.7, show_default=True, type=click.FloatRange(0, 2), help="0 is greedy.")
-def chat(*, url: str, system: str | None, max_tokens: int, temperature: float) -> None:
+def chat(*, address: Address, system: str | None, max_tokens: int, temperature: float) -> None:
     """Talk to a cluster. Each answer says which replica gave it, how much of the prompt was cached, how fast it was."""
     with contextlib.suppress(ImportError):
         import readline  # noqa: F401 - gives input() a history and editing
 
-    client = Client(url)
+    client = Client(address)
     model = served_model(client)
     stdout.print(Text(f"{model} at {client.url}. {HELP}", style="dim"))
     messages = _begin(system)
@@ -57,7 +57,7 @@ def chat(*, url: str, system: str | None, max_tokens: int, temperature: float) -
 
 @click.command()
 @click.argument("prompt", required=False)
-@url_option
+@address_options
 @click.option("--prompt-file", type=click.File("r", encoding="utf-8"), help="The prompt; - for standard input.")
 @click.option(
     "--max-tokens", default=256, show_default=True, type=click.IntRange(min=1), help="Longest answer, in tokens."
@@ -69,7 +69,7 @@ def chat(*, url: str, system: str | None, max_tokens: int, temperature: float) -
 def generate(
     *,
     prompt: str | None,
-    url: str,
+    address: Address,
     prompt_file: TextIO | None,
     max_tokens: int,
     temperature: float,
@@ -87,7 +87,7 @@ def generate(
             raise WrongUse(f"--prompt-file: {error}") from error
     if not prompt:
         raise WrongUse("the prompt is empty" if prompt_file is None else "--prompt-file is empty")
-    client = Client(url)
+    client = Client(address)
     body: dict[str, Any] = {"model": served_model(client), "max_tokens": max_tokens, "temperature": temperature}
     if seed is not None:
         body["seed"] = seed

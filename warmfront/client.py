@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import functools
 import http.client
 import json
+import os
+import ssl
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -15,6 +19,8 @@ import click
 from warmfront.errors import DeadlinePassed, Failure, WrongUse
 from warmfront.options import ENV_PREFIX
 from warmfront.run_dir import all_run_dirs
+
+_PEM_END = "-----END CERTIFICATE-----"
 
 
 @dataclass(slots=True, kw_only=True)
@@ -43,15 +49,44 @@ class Answer:
         return (self.completion_tokens - 1) / decode_s if self.completion_tokens > 1 and decode_s > 0 else None
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Address:
+    """A router, and the PEM files that TLS to it takes. They are read for each connection: they may change."""
+
+    url: str
+    ca: str | None = None  # authority of the router; None: the system's
+    cert: str | None = None  # shown to a router that asks for one
+    key: str | None = None
+    pinned: str | None = None  # without ``ca``: the router's own certificate, whatever name it carries
+
+    def context(self) -> ssl.SSLContext:
+        """How to speak TLS to it. Raises ``WrongUse`` for a file that cannot be used."""
+        try:
+            context = ssl.create_default_context(cafile=self.ca)
+            if self.ca is None and self.pinned is not None:
+                leaf = Path(self.pinned).read_text(encoding="ascii").partition(_PEM_END)
+                context.load_verify_locations(cadata=leaf[0] + leaf[1])
+                context.verify_flags |= ssl.VerifyFlags.VERIFY_X509_PARTIAL_CHAIN
+                context.check_hostname = False
+            if self.cert is not None:
+                context.load_cert_chain(self.cert, self.key)
+        except (OSError, ValueError) as error:
+            files = ", ".join(path for path in (self.ca, self.pinned, self.cert, self.key) if path is not None)
+            raise WrongUse(f"TLS to {self.url}: {files} cannot be used: {error}") from error
+        return context
+
+
 class Client:
     """Calls one router. Every failure is a ``Failure`` that says what to do."""
 
-    def __init__(self, url: str, *, timeout_s: float = 600.0) -> None:
+    def __init__(self, address: str | Address, *, timeout_s: float = 600.0) -> None:
+        self._address = address if isinstance(address, Address) else Address(url=address)
+        url = self._address.url
         parts = urlsplit(url if "//" in url else f"http://{url}")
         if parts.scheme not in ("http", "https") or not parts.hostname:
             raise WrongUse(f"{url!r} is no HTTP address: write http://127.0.0.1:8000")
         self.url = f"{parts.scheme}://{parts.netloc}"
-        self._connection_type = http.client.HTTPSConnection if parts.scheme == "https" else http.client.HTTPConnection
+        self._speaks_tls = parts.scheme == "https"
         self._host, self._port, self._timeout_s = parts.hostname, parts.port, timeout_s
 
     def get(self, path: str) -> Any:
@@ -103,7 +138,7 @@ class Client:
     def _request(
         self, method: str, path: str, body: dict[str, Any] | None
     ) -> tuple[http.client.HTTPConnection, http.client.HTTPResponse]:
-        connection = self._connection_type(self._host, self._port, timeout=self._timeout_s)
+        connection = self._connection()
         headers = {"content-type": "application/json"} if body is not None else {}
         try:
             connection.request(method, path, json.dumps(body) if body is not None else None, headers)
@@ -111,9 +146,29 @@ class Client:
         except TimeoutError as error:
             connection.close()
             raise DeadlinePassed(f"no answer from {self.url} within {self._timeout_s:g} s") from error
+        except ssl.SSLCertVerificationError as error:
+            connection.close()
+            raise WrongUse(
+                f"the certificate of {self.url} is not trusted ({error.verify_message}): name its authority with --ca"
+            ) from error
+        except ssl.SSLError as error:
+            connection.close()
+            raise WrongUse(
+                f"{self.url} refuses this connection ({error.reason}): does it speak TLS, and does it ask for --cert?"
+            ) from error
+        except (ConnectionResetError, BrokenPipeError) as error:
+            connection.close()
+            asked = "a client's --cert and --key" if self._speaks_tls else "TLS: an https:// address"
+            raise WrongUse(f"{self.url} closes the connection ({error}): perhaps it wants {asked}") from error
         except (OSError, http.client.HTTPException) as error:
             connection.close()
             raise WrongUse(f"no cluster answers at {self.url} ({error}); start one with: warmfront up") from error
+
+    def _connection(self) -> http.client.HTTPConnection:
+        if not self._speaks_tls:
+            return http.client.HTTPConnection(self._host, self._port, timeout=self._timeout_s)
+        context = self._address.context()
+        return http.client.HTTPSConnection(self._host, self._port, timeout=self._timeout_s, context=context)
 
 
 class connection_closed:  # noqa: N801
@@ -129,14 +184,43 @@ class connection_closed:  # noqa: N801
         self._connection.close()
 
 
-def url_option(function: Callable[..., Any]) -> Callable[..., Any]:
-    """``--url``; without it the one cluster that runs on this machine, else port 8000."""
-    return click.option(
-        "--url",
-        envvar=ENV_PREFIX + "URL",
-        callback=lambda ctx, param, url: url or default_url(),
-        help="Address of the cluster. Default: the one on this machine.",
-    )(function)
+def address_options(function: Callable[..., Any]) -> Callable[..., Any]:
+    """``--url`` and what TLS takes, as one ``Address``; by default the one cluster on this machine, else port 8000."""
+
+    @functools.wraps(function)
+    def with_address(
+        *args: Any, url: str | None, ca: str | None, cert: str | None, key: str | None, **params: Any
+    ) -> Any:
+        if (cert is None) != (key is None):
+            raise WrongUse("--cert and --key come together")
+        url = url or default_url()
+        address = Address(url=url, ca=ca, cert=cert, key=key, pinned=_certificate_here(url))
+        return function(*args, address=address, **params)
+
+    texts = {
+        "url": "Address of the cluster. Default: the one on this machine.",
+        "ca": "Certificate authority of an https:// cluster (PEM). Default: the system's.",
+        "cert": "Certificate to show to a cluster that asks for one (PEM).",
+        "key": "Its key.",
+    }
+    decorated: Callable[..., Any] = with_address
+    for name, text in reversed(texts.items()):
+        decorated = click.option(f"--{name}", envvar=ENV_PREFIX + name.upper(), help=text)(decorated)
+    return decorated
+
+
+def shown_by_environment() -> tuple[str | None, str | None]:
+    """The certificate and key that every command shows to a cluster which asks for them."""
+    return os.environ.get(ENV_PREFIX + "CERT"), os.environ.get(ENV_PREFIX + "KEY")
+
+
+def _certificate_here(url: str) -> str | None:
+    """The certificate of a cluster of this user on this machine: no authority need vouch for it."""
+    for run_dir in all_run_dirs():
+        if run_dir.cluster.get("http") == url.rstrip("/") and run_dir.owner():
+            certificate: str | None = run_dir.cluster.get("tls_cert")
+            return certificate
+    return None
 
 
 def default_url() -> str:

@@ -27,7 +27,7 @@ from rich.table import Table
 from rich.text import Text
 
 from warmfront.chat import served_model, summary
-from warmfront.client import Answer, Client, url_option
+from warmfront.client import Address, Answer, Client, address_options
 from warmfront.console import Progress, stdout
 from warmfront.errors import Failure, WrongUse
 from warmfront.processes import child_environment, last_line
@@ -52,7 +52,7 @@ class Row:
 
 @click.command()
 @click.argument("file", required=False, type=click.Path(exists=True, dir_okay=False, path_type=Path))
-@url_option
+@address_options
 @click.option("--max-tokens", default=24, show_default=True, type=click.IntRange(min=1), help="Length of each answer.")
 @click.option(
     "--model",
@@ -61,14 +61,14 @@ class Row:
     help="For the worker without a cache, where the cluster runs elsewhere.",
 )
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object per prompt.")
-def compare(*, file: Path | None, url: str, max_tokens: int, model: Path | None, as_json: bool) -> None:
+def compare(*, file: Path | None, address: Address, max_tokens: int, model: Path | None, as_json: bool) -> None:
     """Send the prompts of FILE cold, warm and to a worker without a cache; show TTFT, tokens computed, equal texts.
 
     FILE has one prompt per line, or prompts with blank lines between, or JSON lines: a string, {"prompt": ...} or
     {"messages": [...]}. Without FILE: questions about a sample document.
     """
     bodies = [{**body, "max_tokens": max_tokens, "temperature": 0} for body in read_prompts(file)]
-    client = Client(url)
+    client = Client(address)
     settings = _settings_of(client.url, model)
     rows = [Row(_first_words(body), {}) for body in bodies]
     with Progress() as progress:

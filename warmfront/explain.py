@@ -10,7 +10,7 @@ import click
 from rich.console import Group, RenderableType
 from rich.text import Text
 
-from warmfront.client import Client, url_option
+from warmfront.client import Address, Client, address_options
 from warmfront.console import Grid, stdout
 from warmfront.errors import WrongUse
 
@@ -26,13 +26,13 @@ REASONS = {
 
 @click.command()
 @click.argument("prompt", required=False)
-@url_option
+@address_options
 @click.option("--request-id", help="The request to explain: x-request-id of its answer.")
 @click.option("--last", type=click.IntRange(1), help="List so many of the newest decisions.  [default: 20]")
 @click.option("--chat/--completion", "as_chat", default=True, help="PROMPT is a user's message, or plain text.")
 @click.option("--json", "as_json", is_flag=True, help="Print the object of POST /v1/explain.")
 def explain(
-    *, prompt: str | None, url: str, request_id: str | None, last: int | None, as_chat: bool, as_json: bool
+    *, prompt: str | None, address: Address, request_id: str | None, last: int | None, as_chat: bool, as_json: bool
 ) -> None:
     """Show what each replica held and would have cost when a request was placed.
 
@@ -46,7 +46,7 @@ def explain(
         body = {"request_id": request_id}
     elif prompt is not None:
         body = {"messages": [{"role": "user", "content": prompt}]} if as_chat else {"prompt": prompt}
-    answer = Client(url, timeout_s=10).post("/v1/explain", body)
+    answer = Client(address, timeout_s=10).post("/v1/explain", body)
     if as_json:
         click.echo(json.dumps(answer))
     elif "explanations" in answer:

@@ -26,9 +26,11 @@ from warmfront_pb.v1 import common_pb2, inference_pb2, worker_pb2, worker_pb2_gr
 from cache.adapter import Adapter
 from cache.block_hash import as_token_array
 from cache.hot import HotPrefix, by_value, merged, saved_tokens
+from common.tls import TlsError, TlsFiles
+from router.worker_client import WorkerTls
 from warmfront.console import Progress, stdout
 from warmfront.errors import DeadlinePassed, Failure, WrongUse
-from warmfront.options import ENV_PREFIX, Duration, mask_url, read_secret
+from warmfront.options import ENV_PREFIX, FILE, Duration, mask_url, read_secret
 from warmfront.run_dir import all_run_dirs
 from warmfront.store import embedded_url
 from worker.prewarm import PRIORITY, RedisSource, fill, make_plan
@@ -89,6 +91,18 @@ def hot(*, redis: str | None, fleet: str, limit: int, as_json: bool) -> None:
 @_redis_option
 @_fleet_option
 @click.option("--worker-token-file", envvar=ENV_PREFIX + "WORKER_TOKEN_FILE", help="Secret of routers and workers.")
+@click.option(
+    "--worker-ca", type=FILE, envvar=ENV_PREFIX + "WORKER_CA", help="Call it over TLS; it must be of this authority."
+)
+@click.option(
+    "--worker-client-cert", type=FILE, envvar=ENV_PREFIX + "WORKER_CLIENT_CERT", help="Certificate to show to it."
+)
+@click.option("--worker-client-key", type=FILE, envvar=ENV_PREFIX + "WORKER_CLIENT_KEY", help="Its key.")
+@click.option(
+    "--worker-server-name",
+    envvar=ENV_PREFIX + "WORKER_SERVER_NAME",
+    help="Name that its certificate must carry. Default: its address.",
+)
 @click.option("--deadline", type=Duration(), default="60s", show_default=True, help="Give up after this.")
 @click.option(
     "--min-hit-rate",
@@ -104,6 +118,10 @@ def prewarm(
     redis: str | None,
     fleet: str,
     worker_token_file: str | None,
+    worker_ca: Path | None,
+    worker_client_cert: Path | None,
+    worker_client_key: Path | None,
+    worker_server_name: str | None,
     deadline: float,
     min_hit_rate: float,
 ) -> None:
@@ -115,10 +133,12 @@ def prewarm(
     found = None if source == "redis" else read_file(Path(source))
     url = (redis or _redis_of(fleet)) if found is None else ""
     token = read_secret(worker_token_file) if worker_token_file else ""
+    files = TlsFiles.of_worker_client(worker_ca, worker_client_cert, worker_client_key)
+    tls = _tls_to_worker(files, worker_server_name)
     filled = Filled()
 
     async def run(shown: Progress) -> None:
-        async with asyncio.timeout(deadline), grpc.aio.insecure_channel(target) as channel:
+        async with asyncio.timeout(deadline), _channel(target, tls) as channel:
             worker = Target(channel, target, token)
             lease, model = await worker.describe()
             tokenizer = model.contract.tokenizer
@@ -147,6 +167,22 @@ def prewarm(
     if filled.share < min_hit_rate:
         raise Failure(f"{target}: {_done(filled)}; --min-hit-rate is {min_hit_rate:g}, but no more fits or works")
     click.echo(f"{target}: {_done(filled)}")
+
+
+def _tls_to_worker(files: TlsFiles | None, server_name: str | None) -> WorkerTls | None:
+    if files is None:
+        return None
+    try:
+        files.check_client()
+        return WorkerTls(files, server_name)
+    except TlsError as error:
+        raise WrongUse(str(error)) from error
+
+
+def _channel(target: str, tls: WorkerTls | None) -> grpc.aio.Channel:
+    if tls is None:
+        return grpc.aio.insecure_channel(target)
+    return tls.channel(target, tls.certificates.current())
 
 
 class Target:

@@ -164,12 +164,16 @@ _TABLE: tuple[Flag | str, ...] = (
     Flag("port", PORT, "Port to listen on; 0 takes any free one."),
     Flag("advertise", str, "Host or host:port that routers use, where it differs from the one listened on."),
     Flag("insecure-listen", click.BOOL, "Allow plain text beyond loopback."),
-    Flag("worker-token-file", str, "File with the secret that routers and workers share.", "worker_token", read_secret),
-    Flag("tls-cert", str, "Certificate of the public servers. Not supported by this version: refused."),
-    Flag("tls-key", str, "Its key. Not supported by this version: refused."),
+    Flag("tls-cert", FILE, "Certificate chain (PEM) of the servers; on `up` of the public ones."),
+    Flag("tls-key", FILE, "Its key (PEM, without a passphrase)."),
+    Flag("tls-client-ca", FILE, "Let in only who shows a certificate of this authority."),
+    Flag("worker-ca", FILE, "Call workers over TLS; they must be of this authority. Default: plain text."),
+    Flag("worker-client-cert", FILE, "Certificate chain that this router shows to workers."),
+    Flag("worker-client-key", FILE, "Its key."),
     Flag(
-        "tls-client-ca", str, "Ask clients for a certificate of this authority. Not supported by this version: refused."
+        "worker-server-name", str, "Name that the workers' certificates must carry. Default: the address of each one."
     ),
+    Flag("worker-token-file", str, "File with the secret that routers and workers share.", "worker_token", read_secret),
     Flag("reuse-port", click.BOOL, "Share the public ports with other routers of this machine."),
     Flag("trust-tenant-header", click.BOOL, "Take x-warmfront-tenant from the client."),
     "Placement",
@@ -280,6 +284,7 @@ _TABLE: tuple[Flag | str, ...] = (
 FLAGS = tuple(entry for entry in _TABLE if isinstance(entry, Flag))
 BY_PARAM = {flag.param: flag for flag in FLAGS}
 _VARIABLES = {flag.env for flag in FLAGS} | {ENV_PREFIX + "CONFIG", ENV_PREFIX + "URL", SEED_ENV, RUN_DIR_ENV}
+_VARIABLES |= {ENV_PREFIX + name for name in ("CA", "CERT", "KEY")}
 CONFIGS: dict[str, tuple[type[Any], ...]] = {
     "up": (UpConfig, WorkerConfig, RouterConfig),
     "router": (RouterConfig,),
@@ -287,6 +292,7 @@ CONFIGS: dict[str, tuple[type[Any], ...]] = {
 }
 # `up` names the replicas and routers itself and gives each worker its own port on loopback.
 _NOT_ON_UP = {"replica-id", "router-id", "port", "advertise", "reuse-port"}
+_NOT_ON_UP |= {"worker-ca", "worker-client-cert", "worker-client-key", "worker-server-name"}
 
 
 def flags_of(command: str) -> list[Flag]:

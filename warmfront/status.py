@@ -11,7 +11,7 @@ from rich.console import Group, RenderableType
 from rich.live import Live
 from rich.text import Text
 
-from warmfront.client import Client, url_option
+from warmfront.client import Address, Client, address_options
 from warmfront.console import Grid, stdout
 from warmfront.errors import DeadlinePassed, Failure
 from warmfront.options import Duration
@@ -20,12 +20,12 @@ _STYLES = {"READY": "green", "WARMING": "yellow", "STARTING": "yellow", "DRAININ
 
 
 @click.command()
-@url_option
+@address_options
 @click.option("--json", "as_json", is_flag=True, help="Print the object of GET /v1/replicas.")
 @click.option("--watch", is_flag=True, help="Refresh every second until Ctrl-C.")
-def status(*, url: str, as_json: bool, watch: bool) -> None:
+def status(*, address: Address, as_json: bool, watch: bool) -> None:
     """Show replicas: state, KV blocks used and cached, hit rate and what it means, load."""
-    client = Client(url, timeout_s=10)
+    client = Client(address, timeout_s=10)
     if as_json:
         while True:
             click.echo(json.dumps(client.get("/v1/replicas")))
@@ -43,12 +43,12 @@ def status(*, url: str, as_json: bool, watch: bool) -> None:
 
 @click.command()
 @click.argument("replica")
-@url_option
+@address_options
 @click.option("--deadline", type=Duration(), default="60s", show_default=True, help="What runs then is cut.")
 @click.option("--no-wait", is_flag=True, help="Return as soon as the replica takes no new requests.")
-def drain(*, replica: str, url: str, deadline: float, no_wait: bool) -> None:
+def drain(*, replica: str, address: Address, deadline: float, no_wait: bool) -> None:
     """Take REPLICA out of service: no new requests go there, running ones end, its process exits."""
-    client = Client(url, timeout_s=10)
+    client = Client(address, timeout_s=10)
     running = client.post("/v1/drain", {"replica": replica, "deadline_ms": int(deadline * 1000)}).get("running", 0)
     click.echo(f"{replica}: draining, {running} requests are running")
     end = time.monotonic() + deadline
@@ -64,11 +64,11 @@ def drain(*, replica: str, url: str, deadline: float, no_wait: bool) -> None:
 
 
 @click.command()
-@url_option
+@address_options
 @click.option("--json", "as_json", is_flag=True, help="Print the object of POST /v1/cache/reset.")
-def reset(*, url: str, as_json: bool) -> None:
+def reset(*, address: Address, as_json: bool) -> None:
     """Let every replica forget its cached blocks; one whose requests hold blocks refuses, and the exit code is 1."""
-    answer = Client(url, timeout_s=30).post("/v1/cache/reset", {})
+    answer = Client(address, timeout_s=30).post("/v1/cache/reset", {})
     if as_json:
         click.echo(json.dumps(answer))
     else:

@@ -24,8 +24,9 @@ from click.core import ParameterSource
 from rich.console import Console
 from rich.text import Text
 
+from common.tls import Certificates, TlsError
 from router.config import RouterConfig
-from warmfront.client import Client
+from warmfront.client import Address, Client, shown_by_environment
 from warmfront.console import Progress, say
 from warmfront.errors import DeadlinePassed, Failure, WrongUse
 from warmfront.options import SectionedCommand, UpConfig, fill, flags_of, format_duration, mask_url, with_options
@@ -96,7 +97,7 @@ def check_settings(settings: UpConfig, params: dict[str, Any]) -> None:
     for flag, folder in worker.adapter_folders:
         if not folder.is_dir():
             raise WrongUse(f"{flag}: there is no folder {folder}")
-    fill(RouterConfig, params, **unused)
+    check_certificates(fill(RouterConfig, params, **unused))
     if params["engine"] == "model":
         find_model(params["model"])
         gpus = gpus_of(params["device"])
@@ -123,6 +124,21 @@ def check_settings(settings: UpConfig, params: dict[str, Any]) -> None:
         check_folder(settings.log_dir, "--log-dir")
     if settings.redis_url is not None:
         check_redis(settings.redis_url)
+
+
+def check_certificates(config: RouterConfig) -> None:
+    """Raises ``WrongUse`` when the routers could not use their files, or would not let this process in."""
+    if config.tls_files is None:
+        return
+    try:
+        Certificates(config.tls_files)
+    except TlsError as error:
+        raise WrongUse(str(error)) from error
+    if config.tls_client_ca is not None and None in shown_by_environment():
+        raise WrongUse(
+            "--tls-client-ca: `up` asks its own routers for their state, so it needs a certificate of that authority "
+            "too: set WARMFRONT_CERT and WARMFRONT_KEY"
+        )
 
 
 def find_model(path: Path | None) -> None:
@@ -198,10 +214,13 @@ class _Cluster:
         self._http_port = params["http_port"] or free_port()
         self._grpc_port = params["grpc_port"] or free_port()
         host = params["listen"] if params["listen"] not in ("0.0.0.0", "::") else "127.0.0.1"  # noqa: S104
-        self._http = f"http://{_bracketed(host)}:{self._http_port}"
+        self._tls_cert: str | None = self._flags("router", {}).get("tls_cert")
+        self._http = f"{'https' if self._tls_cert else 'http'}://{_bracketed(host)}:{self._http_port}"
         self._grpc = f"{_bracketed(host)}:{self._grpc_port}"
         self._out = Console(file=sys.stdout, highlight=False, soft_wrap=True)  # Ray is given another standard output
-        self._client = Client(self._http, timeout_s=10)
+        cert, key = shown_by_environment()
+        address = Address(url=self._http, cert=cert, key=key, pinned=self._tls_cert)
+        self._client = Client(address, timeout_s=10)
         self._replicas: list[dict[str, Any]] = []
         self._parts = self._make_parts()
 
@@ -257,7 +276,9 @@ class _Cluster:
         flags = {}
         for flag in flags_of(command):
             value = self._params.get(flag.param)
-            if value is not None:
+            if value is not None and not (
+                command == "worker" and flag.name.startswith("tls-")
+            ):  # those are on loopback
                 plain = format_duration(value) if isinstance(value, float) and flag.type.name == "duration" else value
                 if isinstance(plain, Path):  # one that is not there stays as it was typed; `bytes` is a word
                     plain = str(plain.absolute() if plain.exists() else plain)
@@ -406,6 +427,7 @@ class _Cluster:
             "http": self._http,
             "grpc": self._grpc,
             "fleet": self._params["fleet"],
+            "tls_cert": self._tls_cert,
             "worker": self._flags("worker", {}),  # what `compare` starts its own worker with
         }
         ready_file = self._settings.ready_file
@@ -422,6 +444,14 @@ class _Cluster:
             }
             write_private(ready_file, json.dumps(content, indent=1) + "\n")
 
+    def _tls_hint(self) -> list[str]:
+        if self._tls_cert is None:
+            return []
+        return [
+            "  TLS: name the authority: curl --cacert CA, SSL_CERT_FILE=CA for Python, WARMFRONT_CA=CA for warmfront",
+            "",
+        ]
+
     def _show(self) -> None:
         model = self._replicas[0].get("model", "")
         lines = [
@@ -432,6 +462,7 @@ class _Cluster:
             *(f"  replica   {replica['id']}  {replica['state']}  {replica['address']}" for replica in self._replicas),
             f"  logs      {self._log_dir}",
             "",
+            *self._tls_hint(),
             f"  curl {self._http}/v1/chat/completions -H 'content-type: application/json' \\",
             f'    -d \'{{"model": "{model}", "messages": [{{"role": "user", "content": "Hello!"}}]}}\'',
             "",

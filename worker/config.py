@@ -14,6 +14,7 @@ from urllib.parse import urlsplit
 from cache.adapter import is_adapter_name
 from cache.block_hash import ALGORITHMS
 from cache.prefix_cache import EVICTION_POLICIES, EvictionPolicy
+from common.tls import TlsError, TlsFiles
 
 LOOPBACK_HOSTS = ("127.0.0.1", "::1", "localhost")
 REDIS_SCHEMES = ("redis", "rediss")
@@ -44,6 +45,9 @@ class WorkerConfig:
     port: int = 0  # 0: any free one
     advertise: str | None = None  # the host that routers reach this worker by, where it is not ``listen``
     insecure_listen: bool = False  # plain text beyond loopback
+    tls_cert: Path | None = None  # of this worker's server, PEM; read again when it changes
+    tls_key: Path | None = None
+    tls_client_ca: Path | None = None  # routers must show a certificate of this authority
     worker_token: str | None = field(default=None, repr=False)  # shared by the fleet's routers and workers
 
     enable_prefix_caching: bool = True
@@ -95,6 +99,11 @@ class WorkerConfig:
 
     def __post_init__(self) -> None:
         self._check_names_and_addresses()
+        try:
+            if self.tls_files is not None:
+                self.tls_files.check_server()
+        except TlsError as error:
+            raise ConfigError(str(error)) from error
         self._check_cache()
         self._check_engine()
         self._check_adapters()
@@ -108,6 +117,11 @@ class WorkerConfig:
             raise ConfigError(f"--prewarm-target {self.prewarm_target:g} is not over 0 and up to 1")
         if self.drain_deadline_s < 0:
             raise ConfigError(f"--drain-deadline {self.drain_deadline_s:g}s is below 0")
+
+    @property
+    def tls_files(self) -> TlsFiles | None:
+        """The files of this worker's server; None: plain text."""
+        return TlsFiles.of_server(self.tls_cert, self.tls_key, self.tls_client_ca)
 
     def _check_names_and_addresses(self) -> None:
         names = [("--fleet", self.fleet), ("--replica-id", self.replica_id)]
@@ -127,10 +141,10 @@ class WorkerConfig:
         if self.worker_token is not None and len(self.worker_token) < 8:
             raise ConfigError("--worker-token-file: the token is shorter than 8 characters")
         if self.listen not in LOOPBACK_HOSTS:
-            if not self.insecure_listen:
+            if not self.insecure_listen and self.tls_cert is None:
                 raise ConfigError(
                     f"--listen {self.listen} is reachable from outside and plain text: "
-                    "add --insecure-listen where the network is trusted"
+                    "give --tls-cert and --tls-key, or add --insecure-listen where the network is trusted"
                 )
             if self.worker_token is None:
                 raise ConfigError(f"--listen {self.listen} needs --worker-token-file: without it anyone may call")

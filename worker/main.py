@@ -25,6 +25,8 @@ from warmfront_pb.v1 import common_pb2
 from cache.block_hash import HashScheme
 from cache.prefix_cache import PrefixCache
 from common.logs import configure_logging
+from common.metrics_server import MetricsServer
+from common.tls import Certificates
 from worker.adapters import Adapters
 from worker.config import ConfigError, WorkerConfig
 from worker.detokenizer import TokenTable
@@ -107,6 +109,8 @@ class Worker:
         )
         self._service = WorkerService(self.replica, self.drain)
         self._server = WorkerServer(self._service, config.worker_token)
+        self._certificates: Certificates | None = None
+        self._following: asyncio.Task[None] | None = None  # the files of the certificates
         self.listens = asyncio.Event()  # the address stands and Redis answers; the model is still to be loaded
         self._drain_asked = asyncio.Event()
         self._drain_deadline_s = config.drain_deadline_s
@@ -114,7 +118,7 @@ class Worker:
         self._engine: Engine | None = None
         self._reporter: Reporter | None = None
         self._metrics: WorkerMetrics | None = None
-        self._stop_metrics: Callable[[], None] = lambda: None
+        self._metrics_server: MetricsServer | None = None
         self._event_lag_s = 0.0
         self._last_progress = ("", 0)
 
@@ -164,7 +168,10 @@ class Worker:
 
     async def _listen(self) -> None:
         config = self._config
-        port = await self._server.start(config.listen, config.port)
+        if config.tls_files is not None:
+            self._certificates = Certificates(config.tls_files)
+            self._following = asyncio.create_task(self._certificates.follow(), name="certificates")
+        port = await self._server.start(config.listen, config.port, self._certificates)
         host = config.advertise or config.listen
         self.replica.address = host if _has_port(host) else f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
@@ -296,9 +303,13 @@ class Worker:
         metrics = self._metrics = WorkerMetrics(
             view=engine.snapshot, now=time.monotonic(), compat=config.compat_metrics
         )
+        if self._certificates is not None:
+            metrics.tell_expiry(self._certificates.expires_s)
         if config.metrics_port is not None:
-            port, self._stop_metrics = metrics.serve(config.metrics_port, config.listen)
-            logger.info("metrics=http://%s:%d/metrics", config.listen, port)
+            self._metrics_server = MetricsServer(
+                metrics.registry, self._why_not_ready, address=config.listen, port=config.metrics_port
+            )
+            logger.info("metrics=http://%s:%d/metrics", config.listen, self._metrics_server.port)
         adapters = Adapters(
             engine,
             loaded.adapter_reader,
@@ -313,6 +324,9 @@ class Worker:
         return adapters
 
     # While it runs
+
+    def _why_not_ready(self) -> str:
+        return "" if self.replica.state == common_pb2.READY else self.replica.state_name
 
     def _on_step(self, report: StepReport) -> None:
         assert self._metrics is not None
@@ -383,7 +397,10 @@ class Worker:
                 await self._reporter.leave()
             await self._reporter.close()
         await self._server.stop(_CUT_GRACE_S)
-        self._stop_metrics()
+        if self._following is not None:
+            self._following.cancel()
+        if self._metrics_server is not None:
+            self._metrics_server.stop()
         logger.info("replica=%s state=GONE seconds=%.1f", self._config.replica_id, time.monotonic() - started_s)
         return code
 

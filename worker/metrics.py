@@ -10,7 +10,7 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, start_http_server
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric, SummaryMetricFamily
 from prometheus_client.registry import Collector
 
@@ -84,6 +84,12 @@ class WorkerMetrics:
         self._ttft = self._histogram("ttft_seconds", "Arrival to first token.", _TTFT_BUCKETS)
         self._inter_token = self._histogram("inter_token_seconds", "Between two tokens of an answer.", _TOKEN_BUCKETS)
         self._queue = self._histogram("queue_seconds", "Arrival to first blocks.", _QUEUE_BUCKETS)
+        self._tls_expiry = Gauge(
+            "warmfront_worker_tls_certificate_expiry_timestamp_seconds",
+            "When a certificate of this worker ends, in seconds since 1970.",
+            ["certificate"],
+            registry=self.registry,
+        )
         self.registry.register(_CacheCollector(view))
         self._hits.labels("device")
         self._compat = _Compat(self.registry, view) if compat else None
@@ -114,16 +120,9 @@ class WorkerMetrics:
             verdict=self._verdict() if self._steady_tokens and steady < LOW_HIT_RATE else "",
         )
 
-    def serve(self, port: int, host: str = "127.0.0.1") -> tuple[int, Callable[[], None]]:
-        """Answer ``/metrics`` on ``port`` (0: any); the port and how to stop. ``OSError`` when it is taken."""
-        server, thread = start_http_server(port, addr=host, registry=self.registry)
-
-        def stop() -> None:
-            server.shutdown()
-            server.server_close()
-            thread.join()
-
-        return int(server.server_port), stop
+    def tell_expiry(self, expires_s: Callable[[], float]) -> None:
+        """When this worker's certificate ends, in seconds since 1970; asked at each look at the figures."""
+        self._tls_expiry.labels("server").set_function(expires_s)
 
     def _admit(self, admitted: Admitted, now: float) -> None:
         if admitted.synthetic:

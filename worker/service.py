@@ -22,6 +22,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_health.v1.health import aio as health_aio
 from warmfront_pb.v1 import common_pb2, inference_pb2, worker_pb2, worker_pb2_grpc
 
+from common.tls import Certificates, grpc_server_credentials
 from worker.adapters import (
     AdapterConflictError,
     Adapters,
@@ -393,15 +394,19 @@ class WorkerServer:
         worker_pb2_grpc.add_WorkerServicer_to_server(service, self._server)
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
 
-    async def start(self, host: str, port: int) -> int:
-        """Listen; the port. Raises ``OSError`` when that is not possible."""
+    async def start(self, host: str, port: int, certificates: Certificates | None = None) -> int:
+        """Listen, with TLS where there are certificates; the port. Raises ``OSError`` when that is not possible."""
         await self.set_serving(False)
         try:
             if port:  # gRPC writes a page of its own about a taken port
                 family = socket.AF_INET6 if ":" in host else socket.AF_INET
                 with socket.create_server((host, port), family=family):
                     pass
-            bound = self._server.add_insecure_port(f"[{host}]:{port}" if ":" in host else f"{host}:{port}")
+            address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+            if certificates is None:
+                bound = self._server.add_insecure_port(address)
+            else:
+                bound = self._server.add_secure_port(address, grpc_server_credentials(certificates))
         except (OSError, RuntimeError) as error:
             reason = error.strerror if isinstance(error, OSError) else error
             raise OSError(f"cannot listen on {host}:{port}: {reason}") from error

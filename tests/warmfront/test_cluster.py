@@ -17,6 +17,7 @@ from typing import Any
 
 import pytest
 
+from tests.fakes.authority import Authority
 from tests.warmfront.conftest import Cli
 from warmfront.client import Client
 from warmfront.run_dir import RunDir, all_run_dirs, marked_processes
@@ -299,3 +300,36 @@ def test_two_routers_share_their_ports_and_a_given_redis_is_left_clean(temp_root
             assert not client.exists(f"wf:{{default}}:replica:{name}")
         assert up.ready["pids"]["redis"] == []
         up.assert_nothing_is_left()
+
+
+def test_every_command_works_on_a_cluster_with_mutual_tls(
+    temp_root: Path, cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    authority = Authority(tmp_path)
+    server, own = authority.issue("server", "warmfront.example"), authority.issue("own", "somebody")
+    tls = ("--tls-cert", str(server.cert), "--tls-key", str(server.key), "--tls-client-ca", str(authority.ca))
+    refused = cli("up", "--engine", "simulated", "--http-port", "0", "--grpc-port", "0", *tls)
+    assert (refused.exit_code, "set WARMFRONT_CERT and WARMFRONT_KEY" in refused.err) == (2, True)
+    monkeypatch.setenv("WARMFRONT_CERT", str(own.cert))
+    monkeypatch.setenv("WARMFRONT_KEY", str(own.key))
+    with started(tmp_path / "up", "--without-ray", "--replicas", "1", *tls) as up:
+        up.wait_ready()
+        assert up.ready["http"].startswith("https://127.0.0.1:")
+        assert "SSL_CERT_FILE=CA for Python" in up.out.read_text()
+        assert cli("generate", "Hello", "--max-tokens", "3").exit_code == 0
+        assert json.loads(cli("status", "--json").out)["replicas"][0]["state"] == "READY"
+        assert len(json.loads(cli("explain", "--last", "1", "--json").out)["explanations"]) == 1
+        assert cli("chat", "--max-tokens", "2", stdin="Hello\n").exit_code == 0
+        assert cli("reset").exit_code == 0
+
+        authority.issue("server", "warmfront.example")
+        assert cli("status").exit_code == 0
+        monkeypatch.setenv("WARMFRONT_CA", str(authority.ca))  # by its authority the certificate must carry the name
+        by_name = cli("status")
+        assert (by_name.exit_code, "is not trusted" in by_name.err, "--ca" in by_name.err) == (2, True, True)
+        monkeypatch.delenv("WARMFRONT_CA")
+        monkeypatch.delenv("WARMFRONT_CERT")
+        monkeypatch.delenv("WARMFRONT_KEY")
+        stranger = cli("status")
+        assert (stranger.exit_code, "--cert" in stranger.err, stranger.err.count("\n")) == (2, True, 1), stranger.err
+        assert up.stop() == 0

@@ -84,7 +84,8 @@ def test_settings_that_contradict_each_other_end_with_2(cli: Cli) -> None:
     for arguments, words in (
         (("--lease", "1s", "--heartbeat", "1s"), "--lease"),
         (("--listen", "0.0.0.0"), "--insecure-listen"),
-        (("--tls-cert", "x"), "not supported"),
+        (("--tls-cert", "x"), "--tls-cert needs --tls-key"),
+        (("--tls-cert", "/nowhere", "--tls-key", "/nowhere"), "--tls-cert /nowhere cannot be read"),
     ):
         result = cli("up", *PORTS, *arguments)
         assert (result.exit_code, words in result.err) == (2, True), result.err
