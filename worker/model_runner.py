@@ -26,6 +26,7 @@ from worker.loading import LoadedModel
 from worker.lora import LoraReader, LoraSet, LoraWeights
 from worker.models.config import ModelConfig
 from worker.models.decoder import Decoder
+from worker.models.ops import make_ops
 from worker.sampler import sample, token_logprobs
 
 Mode = Literal["fast", "deterministic"]
@@ -51,11 +52,13 @@ class ModelRunner:
         kv_cache_dtype: str = "auto",
         max_num_batched_tokens: int = 2048,
         max_num_seqs: int = 256,
+        cpu_kernel: bool = True,
     ) -> None:
         """Takes over ``loaded.weights`` and allocates the KV store.
 
-        ``num_blocks`` counts the scratch block. Raises ``ValueError`` for an unknown mode, attention backend or KV
-        cache dtype, or one that cannot be had here, and torch's ``OutOfMemoryError`` when the store does not fit.
+        ``num_blocks`` counts the scratch block; ``cpu_kernel`` False keeps to torch's operators. Raises ``ValueError``
+        for an unknown mode, attention backend or KV cache dtype, or one that cannot be had here, and torch's
+        ``OutOfMemoryError`` when the store does not fit.
         """
         if mode not in MODES:
             raise ValueError(f"unknown mode {mode!r}; there are: {', '.join(MODES)}")
@@ -70,6 +73,7 @@ class ModelRunner:
             raise ValueError(
                 "mode deterministic is promised on the CPU only: CUDA's matrix products vary with the batch"
             )
+        kept = kv_format(kv_cache_dtype, loaded.dtype)
         self._attention = make_backend(
             attention,
             deterministic=self._deterministic,
@@ -79,8 +83,17 @@ class ModelRunner:
             head_dim=self.config.head_dim,
             dtype=loaded.dtype,
             device=self.device,
+            plain_kv=kept.name == "bfloat16",
+            cpu_kernel=cpu_kernel,
         )
-        self._model = Decoder(loaded.config, loaded.weights, exact=self._deterministic)
+        ops = make_ops(
+            self.config,
+            exact=self._deterministic,
+            dtype=loaded.dtype,
+            device=self.device,
+            cpu_kernel=cpu_kernel,
+        )
+        self._model = Decoder(self.config, loaded.weights, ops)
         self.kv = KVStore(
             num_layers=self.config.num_layers,
             num_blocks=num_blocks,
@@ -89,7 +102,7 @@ class ModelRunner:
             head_dim=self.config.head_dim,
             dtype=loaded.dtype,
             device=self.device,
-            kept=kv_format(kv_cache_dtype, loaded.dtype),
+            kept=kept,
         )
         self._loras = LoraSet(deterministic=self._deterministic, device=self.device)
 

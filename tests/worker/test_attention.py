@@ -9,11 +9,14 @@ import torch
 from torch import Tensor
 
 from worker.attention import Span, make_backend
+from worker.cpu_kernel import obstacle
 from worker.kv_store import KVStore, Pages, kv_format
 
 CPU = torch.device("cpu")
 # Triton's interpreter wants TRITON_INTERPRET=1, triton 3.6 and numpy below 2.3: an environment of its own.
 INTERPRETED = pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") != "1", reason="needs Triton's interpreter")
+REASON = obstacle(torch.bfloat16, CPU)
+COMPILED = pytest.mark.skipif(REASON is not None, reason=f"no compiled kernel: {REASON}")
 BACKENDS_HERE = ["sdpa", "tiled", pytest.param("triton", marks=INTERPRETED)]
 CASES: dict[str, list[tuple[int, int]]] = {  # (rows, keys) of each sequence
     "one decode row": [(1, 33)],
@@ -39,21 +42,27 @@ def by_definition(queries: Tensor, k: Tensor, v: Tensor, num_keys: int) -> Tenso
 
 
 def random_pages(
-    num_blocks: int, num_kv_heads: int, head_dim: int, kept: str, dtype: torch.dtype = torch.float32
+    num_blocks: int,
+    num_kv_heads: int,
+    head_dim: int,
+    kept: str,
+    dtype: torch.dtype = torch.float32,
+    block_size: int = 16,
 ) -> tuple[Pages, Pages]:
     """Keys and values of one layer, written as a step writes them: numbers of very different size per token."""
     store = KVStore(
         num_layers=1,
         num_blocks=num_blocks,
-        block_size=16,
+        block_size=block_size,
         num_kv_heads=num_kv_heads,
         head_dim=head_dim,
         dtype=dtype,
         device=CPU,
         kept=kv_format(kept, dtype),
     )
-    numbers = torch.randn(2, num_blocks * 16, num_kv_heads, head_dim) * torch.rand(num_blocks * 16, 1, 1) * 2
-    store.write(0, torch.arange(num_blocks * 16), *numbers.to(dtype))
+    numbers = torch.randn(2, num_blocks * block_size, num_kv_heads, head_dim)
+    numbers *= torch.rand(num_blocks * block_size, 1, 1) * 2
+    store.write(0, torch.arange(num_blocks * block_size), *numbers.to(dtype))
     return store.layers[0]
 
 
@@ -64,17 +73,43 @@ def random_pages(
 )
 @pytest.mark.parametrize("case", CASES)
 def test_backends_follow_the_definition(name: str, heads: tuple[int, int], kept: str, case: str) -> None:
+    check_definition(name, heads, 8, torch.float32, kept, CASES[case], atol=1e-5)
+
+
+@COMPILED
+@pytest.mark.parametrize("block_size", [8, 16, 20])
+@pytest.mark.parametrize(
+    ("heads", "head_dim"), [((4, 4), 64), ((9, 3), 64), ((7, 1), 32), ((12, 2), 128), ((64, 1), 32)]
+)
+@pytest.mark.parametrize("case", CASES)
+def test_the_compiled_backend_follows_the_definition(
+    heads: tuple[int, int], head_dim: int, block_size: int, case: str
+) -> None:
+    check_definition("avx512", heads, head_dim, torch.bfloat16, "auto", CASES[case], atol=2e-2, block_size=block_size)
+
+
+def check_definition(
+    name: str,
+    heads: tuple[int, int],
+    head_dim: int,
+    dtype: torch.dtype,
+    kept: str,
+    case: list[tuple[int, int]],
+    *,
+    atol: float,
+    block_size: int = 16,
+) -> None:
     torch.manual_seed(1)
     num_heads, num_kv_heads = heads
-    head_dim, block_size, num_blocks = 8, 16, 200
-    keys, values = random_pages(num_blocks, num_kv_heads, head_dim, kept)
+    num_blocks = 3200 // block_size
+    keys, values = random_pages(num_blocks, num_kv_heads, head_dim, kept, dtype, block_size)
     shuffled = (torch.randperm(num_blocks - 1) + 1).tolist()
     spans, first_row = [], 0
-    for num_rows, num_keys in CASES[case]:
+    for num_rows, num_keys in case:
         table = [shuffled.pop() for _ in range(-(-num_keys // block_size))]
         spans.append(Span(first_row, num_rows, num_keys, table))
         first_row += num_rows
-    queries = torch.randn(first_row + 3, num_heads, head_dim)  # three rows of padding
+    queries = torch.randn(first_row + 3, num_heads, head_dim).to(dtype)  # three rows of padding
     backend: Any = make_backend(
         name,
         deterministic=False,
@@ -82,7 +117,7 @@ def test_backends_follow_the_definition(name: str, heads: tuple[int, int], kept:
         num_heads=num_heads,
         num_kv_heads=num_kv_heads,
         head_dim=head_dim,
-        dtype=torch.float32,
+        dtype=dtype,
         device=CPU,
     )
     out = backend.attend(queries, keys, values, backend.plan(spans, len(queries)))
@@ -90,8 +125,9 @@ def test_backends_follow_the_definition(name: str, heads: tuple[int, int], kept:
     for span in spans:
         rows = slice(span.first_row, span.first_row + span.num_rows)
         table = torch.tensor(span.block_ids)
-        k, v = (pages.blocks(table).flatten(0, 1)[: span.num_keys] for pages in (keys, values))
-        torch.testing.assert_close(out[rows], by_definition(queries[rows], k, v, span.num_keys), atol=1e-5, rtol=0)
+        k, v = (pages.blocks(table).flatten(0, 1)[: span.num_keys].float() for pages in (keys, values))
+        wanted = by_definition(queries[rows].float(), k, v, span.num_keys)
+        torch.testing.assert_close(out[rows].float(), wanted, atol=atol, rtol=0)
 
 
 @INTERPRETED

@@ -19,9 +19,11 @@ from tests.worker.tiny_models import (
     write_folder,
 )
 from worker.batch import StepBatch
+from worker.cpu_kernel import obstacle
 from worker.loading import default_model_path, load_model
 from worker.model_runner import ModelRunner
 
+REASON = obstacle(torch.bfloat16, CPU)
 PROMPT = [(index * index * 7 + 3 * index + 5) % 301 for index in range(75)]
 
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
@@ -84,6 +86,34 @@ def test_logits_equal_those_of_transformers(family: str, mode: Any, tmp_path: Pa
     assert wanted.std() > 0.1  # else closeness says nothing
     for cuts in ((), (16, 17, 40), (15, 31, 74)):
         torch.testing.assert_close(logits_of(ours, PROMPT, cuts), wanted, atol=1e-4, rtol=0)
+
+
+WIDE_HEADS: dict[str, Any] = {"hidden_size": 96, "num_attention_heads": 6, "num_key_value_heads": 2, "head_dim": 32}
+OF_KERNEL_SIZES: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("llama", {"intermediate_size": 80}),
+    "llama with biases": ("llama", {"intermediate_size": 80, "attention_bias": True, "mlp_bias": True}),
+    "qwen2": ("qwen2", {"intermediate_size": 48, "use_sliding_window": False}),
+    "qwen3": ("qwen3", {"intermediate_size": 48, "use_sliding_window": False}),
+    "smollm3": ("smollm3", {"intermediate_size": 48, "num_hidden_layers": 5, "use_sliding_window": False}),
+}
+
+
+@pytest.mark.skipif(REASON is not None, reason=f"no compiled kernel: {REASON}")
+@pytest.mark.parametrize("family", OF_KERNEL_SIZES)
+def test_the_compiled_kernel_is_no_further_from_float32_than_torch_is(family: str, tmp_path: Path) -> None:
+    model_type, settings = OF_KERNEL_SIZES[family]
+    theirs = random_model(model_type, **WIDE_HEADS | settings).bfloat16().float()  # weights that bfloat16 can hold
+    folder = write_folder(theirs, tmp_path)
+    with torch.inference_mode():
+        wanted = theirs(torch.tensor([PROMPT])).logits[0]
+    errors = {}
+    for cpu_kernel in (False, True):
+        runner = runner_of(folder, dtype="bfloat16", cpu_kernel=cpu_kernel)
+        assert (runner.attention == "avx512") == cpu_kernel
+        for cuts in ((), (16, 17, 40), (15, 31, 74)):
+            errors[cpu_kernel, cuts] = float((logits_of(runner, PROMPT, cuts) - wanted).square().mean().sqrt())
+    for cuts in ((), (16, 17, 40), (15, 31, 74)):
+        assert errors[True, cuts] < 1.1 * errors[False, cuts] < 0.1 * float(wanted.std()), errors
 
 
 @pytest.mark.parametrize("block_size", [8, 16, 32])

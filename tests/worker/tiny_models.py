@@ -59,6 +59,7 @@ def runner_of(
     block_size: int = 16,
     attention: str = "auto",
     kv_cache_dtype: str = "auto",
+    cpu_kernel: bool = True,
 ) -> ModelRunner:
     loaded = load_model(path, dtype=dtype, device=CPU)
     return ModelRunner(
@@ -68,6 +69,7 @@ def runner_of(
         mode=mode,
         attention=attention,
         kv_cache_dtype=kv_cache_dtype,
+        cpu_kernel=cpu_kernel,
     )
 
 

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from worker.kv_store import Pages
 
-BACKENDS = ("auto", "sdpa", "tiled", "triton")
+BACKENDS = ("auto", "sdpa", "tiled", "avx512", "triton")
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,15 +53,20 @@ def make_backend(
     head_dim: int,
     dtype: torch.dtype,
     device: torch.device,
+    plain_kv: bool = True,
+    cpu_kernel: bool = True,
 ) -> AttentionBackend:
     """The backend called ``name``; ``auto`` takes the fastest that keeps the mode's promise on this device.
 
-    Raises ``ValueError`` for an unknown name and for one that cannot do what was asked.
+    ``plain_kv`` says that the pages hold numbers of ``dtype`` as they are; ``cpu_kernel`` False: ``auto`` takes no
+    compiled one on CPUs. Raises ``ValueError`` for an unknown name and for one that cannot do what was asked.
     """
     if name not in BACKENDS:
         raise ValueError(f"unknown attention backend {name!r}; there are: {', '.join(BACKENDS)}")
+    group = num_heads // num_kv_heads
+    against_avx512 = _against_avx512(group, head_dim, dtype, device, plain_kv)
     if name == "auto":
-        name = _best(num_heads // num_kv_heads, deterministic, device)
+        name = _best(group, deterministic, device, may_compile=cpu_kernel and against_avx512 is None)
     if deterministic and name != "sdpa":
         raise ValueError(f"mode deterministic needs --attention sdpa, not {name}: only its shapes are fixed")
     if name == "triton":
@@ -69,7 +74,15 @@ def make_backend(
             raise ValueError("--attention triton needs a CUDA device and the triton package")
         from worker.attention.triton_paged import TritonAttention
 
-        return TritonAttention(block_size=block_size, group=num_heads // num_kv_heads, device=device)
+        return TritonAttention(block_size=block_size, group=group, device=device)
+    if name == "avx512":
+        if against_avx512 is not None:
+            raise ValueError(f"--attention avx512: {against_avx512}")
+        from worker.attention.avx512 import Avx512Attention
+
+        return Avx512Attention(
+            block_size=block_size, num_kv_heads=num_kv_heads, head_dim=head_dim, num_threads=torch.get_num_threads()
+        )
     if name == "sdpa":
         from worker.attention.sdpa import SdpaAttention
 
@@ -81,12 +94,23 @@ def make_backend(
     )
 
 
-def _best(group: int, deterministic: bool, device: torch.device) -> str:
+def _best(group: int, deterministic: bool, device: torch.device, *, may_compile: bool) -> str:
     if deterministic:
         return "sdpa"
     if device.type == "cpu":
-        return "tiled"
+        return "avx512" if may_compile else "tiled"
     return "triton" if group <= 16 and _has_triton(device) else "sdpa"
+
+
+def _against_avx512(group: int, head_dim: int, dtype: torch.dtype, device: torch.device, plain_kv: bool) -> str | None:
+    """Why the compiled CPU kernel cannot serve this; None: it can."""
+    if group > 64 or head_dim > 256 or head_dim % 32:
+        return f"it takes up to 64 query heads per KV head of 32 to 256 channels, not {group} of {head_dim}"
+    if not plain_kv:
+        return "it reads a KV cache of bfloat16 only"
+    from worker.cpu_kernel import obstacle
+
+    return obstacle(dtype, device)
 
 
 def _has_triton(device: torch.device) -> bool:

@@ -10,12 +10,12 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
-from torch.nn import functional
 
 from worker.attention import AttentionBackend
 from worker.kv_store import KVStore
 from worker.models.config import ModelConfig, ModelError
-from worker.models.linear import Linear, make_linear
+from worker.models.linear import Gated, Linear
+from worker.models.ops import Heads, Ops
 
 if TYPE_CHECKING:
     from worker.lora import LoraRows
@@ -29,33 +29,30 @@ class _Layer:
 
     attention_norm: Tensor
     qkv: Linear
-    query_norm: Tensor | None
-    key_norm: Tensor | None
+    heads: Heads
     output: Linear
     mlp_norm: Tensor
-    gate: Linear
-    up: Linear
+    gated: Gated
     down: Linear
-    rotary: bool
 
 
 class Decoder:
     """A transformer over a paged KV cache. Holds weights only; the KV store belongs to the runner."""
 
-    def __init__(self, config: ModelConfig, weights: Weights, *, exact: bool = False) -> None:
+    def __init__(self, config: ModelConfig, weights: Weights, ops: Ops) -> None:
         """Takes the tensors out of ``weights`` as it fuses them, so that no model stands in memory twice.
 
-        ``exact`` is for deterministic mode. Raises ``ModelError`` when a tensor is
-        missing or has another shape than ``config`` says.
+        Raises ``ModelError`` when a tensor is missing or has another shape than ``config`` says.
         """
         self.config = config
+        self._ops = ops
         self._take = _Taker(weights)
         hidden = config.hidden_size
         self.embedding = self._take("model.embed_tokens.weight", config.vocab_size, hidden)
-        self._layers = [self._make_layer(index, exact) for index in range(config.num_layers)]
+        self._layers = [self._make_layer(index) for index in range(config.num_layers)]
         self._final_norm = self._take("model.norm.weight", hidden)
         head = self.embedding if config.tie_word_embeddings else self._take("lm_head.weight", config.vocab_size, hidden)
-        self._head = make_linear(head, exact=exact)
+        self._head = ops.linear(head)
         self._rope = _rope_tables(config, self.embedding.dtype, self.embedding.device)
         del self._take
 
@@ -78,74 +75,73 @@ class Decoder:
 
         ``token_ids``, ``positions`` and ``slots`` are int64 ``[rows]``; ``lora`` has the rows that go through adapters.
         """
-        config, eps = self.config, self.config.rms_norm_eps
-        num_rows, head_dim = token_ids.shape[0], config.head_dim
-        num_turned = config.num_heads + config.num_kv_heads  # q and k lie side by side and are turned together
-        cosines, sines = (table.index_select(0, positions) for table in self._rope)  # [rows, 1, 2, head_dim / 2]
+        ops, eps = self._ops, self.config.rms_norm_eps
+        cosines, sines = self._rope
+        angles = cosines.index_select(0, positions), sines.index_select(0, positions)
         x = self.embedding.index_select(0, token_ids)
         for index, layer in enumerate(self._layers):
-            normed = _rms_norm(x, layer.attention_norm, eps)
+            normed = ops.rms_norm(x, layer.attention_norm, eps)
             qkv = layer.qkv(normed)
             if lora is not None:
                 qkv = lora.add(index, "qkv", normed, qkv)
-            heads = qkv.view(num_rows, -1, head_dim)
-            qk, values = heads[:, :num_turned], heads[:, num_turned:]
-            if layer.query_norm is not None and layer.key_norm is not None:
-                qk = torch.cat(
-                    (
-                        _rms_norm(qk[:, : config.num_heads], layer.query_norm, eps),
-                        _rms_norm(qk[:, config.num_heads :], layer.key_norm, eps),
-                    ),
-                    dim=1,
-                )
-            if layer.rotary:
-                halves = qk.reshape(num_rows, num_turned, 2, head_dim // 2)
-                qk = torch.addcmul(halves * cosines, halves.flip(2), sines).view(num_rows, num_turned, head_dim)
-            kv.write(index, slots, qk[:, config.num_heads :], values)
-            attended = attention.attend(qk[:, : config.num_heads], *kv.layers[index], plan)
+            queries = ops.rotate(qkv, layer.heads, angles, kv, index, slots)
+            attended = attention.attend(queries, *kv.layers[index], plan)
             x = layer.output.plus(attended, x)
+            if lora is not None:
+                x = lora.add(index, "output", attended, x)
+            normed = ops.rms_norm(x, layer.mlp_norm, eps)
             if lora is None:
-                normed = _rms_norm(x, layer.mlp_norm, eps)
-                x = layer.down.plus(layer.up(normed).mul_(layer.gate.silu(normed)), x)
+                x = layer.down.plus(layer.gated(normed), x)
             else:
-                x = _adapted_mlp(layer, index, lora.add(index, "output", attended, x), eps, lora)
+                x = _adapted_mlp(layer, index, normed, x, lora)
         return x
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Scores of the next token, float32 ``[rows, vocab]``, for ``hidden`` rows of ``forward``."""
-        normed = _rms_norm(hidden, self._final_norm, self.config.rms_norm_eps)
-        return self._head(normed).float()
+        return self._head.wide(self._ops.rms_norm(hidden, self._final_norm, self.config.rms_norm_eps))
 
-    def _make_layer(self, index: int, exact: bool) -> _Layer:
-        config, take, prefix = self.config, self._take, f"model.layers.{index}."
+    def _make_layer(self, index: int) -> _Layer:
+        config, ops, take, prefix = self.config, self._ops, self._take, f"model.layers.{index}."
         hidden, inner = config.hidden_size, config.intermediate_size
         q_width, kv_width = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
 
         def fused(names: Mapping[str, int], width: int, has_bias: bool) -> Linear:
             weight = torch.cat([take(f"{prefix}{name}.weight", rows, width) for name, rows in names.items()])
             bias = torch.cat([take(f"{prefix}{name}.bias", rows) for name, rows in names.items()]) if has_bias else None
-            return make_linear(weight, bias, exact=exact)
+            return ops.linear(weight, bias)
+
+        def bias(name: str) -> Tensor | None:
+            return take(f"{prefix}{name}.bias", inner) if config.mlp_bias else None
 
         qkv = {"self_attn.q_proj": q_width, "self_attn.k_proj": kv_width, "self_attn.v_proj": kv_width}
         return _Layer(
             attention_norm=take(f"{prefix}input_layernorm.weight", hidden),
             qkv=fused(qkv, hidden, config.qkv_bias),
-            query_norm=take(f"{prefix}self_attn.q_norm.weight", config.head_dim) if config.qk_norm else None,
-            key_norm=take(f"{prefix}self_attn.k_norm.weight", config.head_dim) if config.qk_norm else None,
+            heads=Heads(
+                config.num_heads,
+                config.num_kv_heads,
+                config.head_dim,
+                config.rms_norm_eps,
+                query_norm=take(f"{prefix}self_attn.q_norm.weight", config.head_dim) if config.qk_norm else None,
+                key_norm=take(f"{prefix}self_attn.k_norm.weight", config.head_dim) if config.qk_norm else None,
+                turn=index not in config.nope_layers,
+            ),
             output=fused({"self_attn.o_proj": hidden}, q_width, config.output_bias),
             mlp_norm=take(f"{prefix}post_attention_layernorm.weight", hidden),
-            gate=fused({"mlp.gate_proj": inner}, hidden, config.mlp_bias),
-            up=fused({"mlp.up_proj": inner}, hidden, config.mlp_bias),
+            gated=ops.gated(
+                take(f"{prefix}mlp.gate_proj.weight", inner, hidden),
+                take(f"{prefix}mlp.up_proj.weight", inner, hidden),
+                bias("mlp.gate_proj"),
+                bias("mlp.up_proj"),
+            ),
             down=fused({"mlp.down_proj": hidden}, inner, config.mlp_bias),
-            rotary=index not in config.nope_layers,
         )
 
 
-def _adapted_mlp(layer: _Layer, index: int, x: Tensor, eps: float, lora: "LoraRows") -> Tensor:
+def _adapted_mlp(layer: _Layer, index: int, normed: Tensor, x: Tensor, lora: "LoraRows") -> Tensor:
     """The layer's second half where some rows go through an adapter."""
-    normed = _rms_norm(x, layer.mlp_norm, eps)
-    gate = layer.gate.activate(lora.add(index, "gate", normed, layer.gate(normed)))
-    inner = lora.add(index, "up", normed, layer.up(normed)).mul_(gate)
+    gate, up = layer.gated.parts(normed)
+    inner = layer.gated.combine(lora.add(index, "gate", normed, gate), lora.add(index, "up", normed, up))
     return lora.add(index, "down", inner, layer.down.plus(inner, x))
 
 
@@ -164,20 +160,8 @@ class _Taker:
         return weight
 
 
-def _rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """RMSNorm over the last dimension, in float32 within. On CPUs torch's own takes twice as many kernels."""
-    if x.is_cuda:
-        return functional.rms_norm(x, weight.shape, weight, eps)
-    wide = x.float()
-    return (wide * torch.rsqrt(wide.square().mean(dim=-1, keepdim=True) + eps)).to(x.dtype).mul_(weight)
-
-
 def _rope_tables(config: ModelConfig, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Cosines and sines per position, ``[max_context, 1, 2, head_dim / 2]``.
-
-    The rotation of a pair (a, b) is (a cos - b sin, b cos + a sin): with the halves swapped, one fused multiply-add
-    by sines whose first half is negative.
-    """
+    """Cosines and sines per position, ``[max_context, 1, 2, head_dim / 2]``, as ``Angles`` has them."""
     frequencies = torch.tensor(config.rope.inverse_frequencies(config.head_dim), dtype=torch.float32)
     angles = torch.arange(config.max_context, dtype=torch.float32)[:, None] * frequencies
     cosines, sines = angles.cos() * config.rope.amplitude, angles.sin() * config.rope.amplitude

@@ -22,11 +22,29 @@ class Linear(Protocol):
     def plus(self, x: Tensor, residual: Tensor) -> Tensor:
         """The product added to ``residual`` ``[rows, out]``."""
 
+    def wide(self, x: Tensor) -> Tensor:
+        """The product as float32, ``[rows, out]``."""
+
+
+class Gated(Protocol):
+    """``silu(gate(x)) * up(x)`` for ``x`` ``[rows, hidden]``."""
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """The product, ``[rows, inner]``."""
+
+    def parts(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """``gate(x)`` and ``up(x)``, before the one is activated and multiplied with the other."""
+
+    def combine(self, gate: Tensor, up: Tensor) -> Tensor:
+        """``silu(gate) * up`` of parts to which something was added; they are lost."""
+
+
+class _WithSilu(Linear, Protocol):
     def silu(self, x: Tensor) -> Tensor:
         """SiLU of the product."""
 
     def activate(self, product: Tensor) -> Tensor:
-        """SiLU of a product to which something was added; ``product`` is lost."""
+        """SiLU of a product that was computed before; ``product`` is lost."""
 
 
 class PlainLinear:
@@ -44,12 +62,16 @@ class PlainLinear:
         """See ``Linear``."""
         return functional.linear(x, self.weight, self.bias).add_(residual)
 
-    def silu(self, x: Tensor) -> Tensor:
+    def wide(self, x: Tensor) -> Tensor:
         """See ``Linear``."""
+        return self(x).float()
+
+    def silu(self, x: Tensor) -> Tensor:
+        """SiLU of the product."""
         return self.activate(functional.linear(x, self.weight, self.bias))
 
     def activate(self, product: Tensor) -> Tensor:
-        """See ``Linear``."""
+        """SiLU of a product that was computed before; ``product`` is lost."""
         return functional.silu(product, inplace=True)
 
 
@@ -63,7 +85,7 @@ class ExactLinear(PlainLinear):
     _VECTOR, _ONE_THREAD = 64, 32_768  # elements: a multiple of every vector's; torch's grain of parallel work
 
     def activate(self, product: Tensor) -> Tensor:
-        """See ``Linear``."""
+        """See ``PlainLinear``."""
         width = product.shape[1]
         whole = functional.pad(product, (0, -width % self._VECTOR))
         for piece in torch.split(whole, max(1, (self._ONE_THREAD - 1) // whole.shape[1])):
@@ -88,14 +110,37 @@ class PackedLinear:
         total: Tensor = torch.ops.mkldnn._linear_pointwise.binary(x, residual, self._weight, self._bias, "add")
         return total
 
-    def silu(self, x: Tensor) -> Tensor:
+    def wide(self, x: Tensor) -> Tensor:
         """See ``Linear``."""
+        return self(x).float()
+
+    def silu(self, x: Tensor) -> Tensor:
+        """SiLU of the product."""
         activated: Tensor = torch.ops.mkldnn._linear_pointwise(x, self._weight, self._bias, "swish", [], "")
         return activated
 
     def activate(self, product: Tensor) -> Tensor:
-        """See ``Linear``."""
+        """See ``PlainLinear``."""
         return functional.silu(product, inplace=True)
+
+
+class TorchGated:
+    """Two linear layers, and an operator that makes one answer of theirs."""
+
+    def __init__(self, gate: _WithSilu, up: Linear) -> None:
+        self._gate, self._up = gate, up
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """See ``Gated``."""
+        return self._up(x).mul_(self._gate.silu(x))
+
+    def parts(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """See ``Gated``."""
+        return self._gate(x), self._up(x)
+
+    def combine(self, gate: Tensor, up: Tensor) -> Tensor:
+        """See ``Gated``."""
+        return up.mul_(self._gate.activate(gate))
 
 
 @cache
@@ -114,7 +159,7 @@ def can_pack(dtype: torch.dtype) -> bool:
     return all(torch.allclose(one.float(), other, atol=0.1) for one, other in zip(found, wanted, strict=True))
 
 
-def make_linear(weight: Tensor, bias: Tensor | None = None, *, exact: bool) -> Linear:
+def make_linear(weight: Tensor, bias: Tensor | None = None, *, exact: bool) -> _WithSilu:
     """A linear layer: ``exact`` for deterministic mode, else the fastest layout this machine has."""
     if exact:
         return ExactLinear(weight, bias)
