@@ -90,10 +90,7 @@ class Decoder:
             if lora is not None:
                 x = lora.add(index, "output", attended, x)
             normed = ops.rms_norm(x, layer.mlp_norm, eps)
-            if lora is None:
-                x = layer.down.plus(layer.gated(normed), x)
-            else:
-                x = _adapted_mlp(layer, index, normed, x, lora)
+            x = layer.down.plus(layer.gated(normed), x) if lora is None else _adapted(layer, index, normed, x, lora)
         return x
 
     def logits(self, hidden: Tensor) -> Tensor:
@@ -138,7 +135,7 @@ class Decoder:
         )
 
 
-def _adapted_mlp(layer: _Layer, index: int, normed: Tensor, x: Tensor, lora: "LoraRows") -> Tensor:
+def _adapted(layer: _Layer, index: int, normed: Tensor, x: Tensor, lora: "LoraRows") -> Tensor:
     """The layer's second half where some rows go through an adapter."""
     gate, up = layer.gated.parts(normed)
     inner = layer.gated.combine(lora.add(index, "gate", normed, gate), lora.add(index, "up", normed, up))
