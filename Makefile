@@ -6,7 +6,7 @@ RUN = $(VENV)/bin/python -m
 BENCH = $(VENV)/bin/python -P bench
 .DEFAULT_GOAL := help
 
-.PHONY: help up test test-slow soak check lint proto lock bench bench-cache bench-engine bench-router bench-rollout clean
+.PHONY: help up test test-slow soak check lint proto lock bench bench-cache bench-engine bench-router bench-placement bench-rollout clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{ printf "  make %-14s %s\n", $$1, $$2 }'
@@ -68,7 +68,7 @@ lock: ## rewrite the lock files from pyproject.toml (needs pip-tools on the PATH
 	$(LOCK) --extra all -o - pyproject.toml | tools/lock-filter > requirements.lock
 	$(LOCK) --extra all --extra test --extra dev --constraint requirements.lock -o - pyproject.toml | tools/lock-filter requirements.lock > requirements-dev.lock
 
-bench: bench-cache bench-engine bench-router ## every benchmark, as JSON lines
+bench: bench-cache bench-engine bench-router bench-placement ## every benchmark, as JSON lines
 
 bench-cache: $(VENV)/.dev ## hashing, block pool, index
 	$(BENCH)/cache.py $(ARGS)
@@ -76,7 +76,11 @@ bench-cache: $(VENV)/.dev ## hashing, block pool, index
 bench-engine: $(VENV)/.dev $(VENV)/.kernel ## TTFT cold and warm, decode, beside transformers
 	$(BENCH)/engine.py $(ARGS)
 
-bench-router: $(VENV)/.dev ## placement rules over many loads, in virtual time
+bench-router: $(VENV)/.dev ## what a router costs a request, beside proxies that decide nothing; events; Redis away
+	$(BENCH)/decision.py $(ARGS)
+	$(BENCH)/router.py $(ARGS)
+
+bench-placement: $(VENV)/.dev ## placement rules over many loads, in virtual time (ARGS="--mooncake TRACE" adds that one)
 	$(BENCH)/placement_matrix.py $(ARGS)
 
 bench-rollout: $(VENV)/.dev ## a rolling replacement under load, with pre-warm and without (5 minutes; ARGS="--svg FILE" draws it)
