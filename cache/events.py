@@ -151,15 +151,19 @@ def decode_snapshot(data: bytes) -> Snapshot:
     return Snapshot(replica, generation, seq, runs)
 
 
-def chain_runs(keys: npt.NDArray[np.uint64], parent_keys: npt.NDArray[np.uint64]) -> list[Stored]:
+def chain_runs(
+    keys: npt.NDArray[np.uint64], parent_keys: npt.NDArray[np.uint64], tier: Tier = Tier.DEVICE
+) -> list[Stored]:
     """Blocks in any order as the runs of a snapshot: each as long as its blocks have one child, parents first.
 
-    Every parent key is 0 (the root) or among the keys. Time of a sort.
+    A block whose parent is not among the keys (the root, or in another tier) begins a run. Time of a sort.
     """
+    if not keys.size:
+        return []
     order = np.argsort(keys)
     keys, parent_keys = keys[order], parent_keys[order]
     parents = np.searchsorted(keys, parent_keys)
-    parents[parent_keys == ROOT_KEY] = -1
+    parents[(parent_keys == ROOT_KEY) | (keys[np.minimum(parents, keys.size - 1)] != parent_keys)] = -1
     num_children = np.bincount(parents[parents >= 0], minlength=keys.size + 1)
     follows = (parents >= 0) & (num_children[parents] == 1)
     next_of = np.full(keys.size, -1)
@@ -174,7 +178,7 @@ def chain_runs(keys: npt.NDArray[np.uint64], parent_keys: npt.NDArray[np.uint64]
         run = [heads.pop()]
         while (block := following[run[-1]]) >= 0:
             run.append(block)
-        runs.append(Stored(int(parent_keys[run[0]]), array("Q", keys[run].tobytes())))
+        runs.append(Stored(int(parent_keys[run[0]]), array("Q", keys[run].tobytes()), tier))
         heads += heads_after.get(run[-1], ())
     return runs
 

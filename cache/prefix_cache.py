@@ -9,15 +9,18 @@ It decides and remembers; the KV itself lies elsewhere, under the same block ids
   the end of the chain first. So a block always goes before the one it follows.
 - A hit is whole blocks and never the whole prompt: the last token must be computed to have its logits.
 - When blocks are short nothing changes at all.
+- With a host tier (``cache.host_tier``) what the device evicts goes there instead of being lost, and a prompt that goes
+  on there gets it back: by copies (``take_copies``), which whoever computes does first, in order.
 
 Time is an argument (``now``, seconds on any one monotonic clock). Nothing here is thread-safe: one thread owns it.
 """
 
 from __future__ import annotations
 
+import itertools
 from array import array
 from collections import deque
-from collections.abc import Hashable, Sequence
+from collections.abc import Container, Hashable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple, TypeAlias, get_args
 
@@ -25,8 +28,9 @@ import numpy as np
 
 from cache.block_hash import ROOT_KEY, BlockChain, BlockHash, ExtraKeys, HashScheme, TokenIds, num_token_ids
 from cache.block_pool import BlockIds, BlockPool
-from cache.events import Cleared, Event, EventBatch, RemovalReason, Removed, Snapshot, Stored, chain_runs
+from cache.events import Cleared, Event, EventBatch, RemovalReason, Removed, Snapshot, Stored, Tier, chain_runs
 from cache.history import Eviction, EvictionHistory
+from cache.host_tier import HostTier, Keys, stretches
 from cache.retention import MAX_BREAKPOINTS, RetainedBlocks, Retention, RetentionBudget
 from cache.token_reuse import BlockFronts
 
@@ -39,28 +43,34 @@ PROTECTED_SHARE = 0.25
 
 _ORDINARY, _PROTECTED, _RETAINED = 0, 1, 2  # classes of the pool's queues; a retained block's priority is added
 _NO_BLOCKS: BlockIds = np.empty(0, dtype=np.int32)
+_Leaving: TypeAlias = tuple[BlockIds, list[BlockHash], float]  # blocks, their hashes, since when nobody used them
 
 
-class SlotCopy(NamedTuple):
-    """Copy the KV of the first ``num_tokens`` slots of block ``source`` to the same slots of block ``target``."""
+class BlockCopies(NamedTuple):
+    """Copy the KV of the first ``num_tokens`` slots of each of ``sources`` to the same slots of its target.
 
-    source: int
-    target: int
+    Each side is numbered within its tier. A block of the host tier may be a target twice: the later one stays.
+    """
+
+    sources: list[int]
+    targets: list[int]
     num_tokens: int
+    source_tier: Tier = Tier.DEVICE
+    target_tier: Tier = Tier.DEVICE
 
 
 @dataclass(frozen=True, slots=True)
 class Admission:
     """What a request got.
 
-    ``num_cached_tokens`` need no computing. ``block_ids`` is the request's live table: ``append`` makes it longer,
-    nothing ever changes an entry. ``copies`` are to be done in the order of admissions and before any KV is written
-    after this call: another request may be given the source next.
+    ``num_cached_tokens`` need no computing, ``num_host_tokens`` of them come back from the host tier. ``block_ids`` is
+    the request's live table: ``append`` makes it longer, nothing ever changes an entry. What is to be copied for it is
+    in ``PrefixCache.take_copies``.
     """
 
     num_cached_tokens: int
     block_ids: list[int]
-    copies: tuple[SlotCopy, ...] = ()
+    num_host_tokens: int = 0
 
 
 @dataclass(slots=True)
@@ -69,6 +79,8 @@ class CacheStats:
 
     num_query_tokens: int = 0
     num_hit_tokens: int = 0
+    num_host_hit_tokens: int = 0
+    """Hit tokens that came back from the host tier."""
     num_recomputed_tokens: int = 0
     """Tokens to be computed again after a preemption."""
     num_synthetic_tokens: int = 0
@@ -76,7 +88,10 @@ class CacheStats:
     """Hit tokens that were copied out of a block of another prefix."""
     num_lost_tokens: int = 0
     """Tokens that stood in a block of another prefix and were not worth a copy, or had no room for one."""
+    num_demoted_blocks: int = 0
+    """Hashes that left the device for the host tier."""
     num_evicted_blocks: int = 0
+    """Hashes that left the last tier they stood in."""
     evicted_idle_s: float = 0.0
     """Summed over evicted blocks: how long nobody had used them."""
     num_collisions: int = 0
@@ -130,6 +145,7 @@ class PrefixCache:
     ``policy``: ``lru``, or ``slru``, which keeps blocks that were hit apart from a flood of one-shot prompts.
     ``token_reuse_min``: the least number of tokens worth a copy out of a block of another prefix; None is off.
     ``retention``: how many blocks requests may ask to keep; half of the pool and a quarter per tenant by default.
+    ``num_host_blocks``: blocks of the host tier, all of which can be used; 0 is none.
     """
 
     def __init__(
@@ -144,6 +160,7 @@ class PrefixCache:
         token_reuse_min: int | None = None,
         retention: RetentionBudget | None = None,
         history_size: int = 65_536,
+        num_host_blocks: int = 0,
     ) -> None:
         if num_blocks < 2:
             raise ValueError(f"{num_blocks} blocks leave none beside block 0")
@@ -151,6 +168,8 @@ class PrefixCache:
             raise ValueError(f"eviction policy {policy!r} is not one of {', '.join(EVICTION_POLICIES)}")
         if token_reuse_min is not None and token_reuse_min < 1:
             raise ValueError(f"token reuse from {token_reuse_min} tokens")
+        if num_host_blocks < 0:
+            raise ValueError(f"{num_host_blocks} blocks in the host tier")
         self.num_blocks = num_blocks
         self.scheme = scheme
         self.enabled = enabled
@@ -175,6 +194,8 @@ class PrefixCache:
         self._partials: set[int] = set()
         self._retained = RetainedBlocks(retention or RetentionBudget(num_blocks // 2, num_blocks // 4))
         self._history = EvictionHistory(history_size)
+        self._host = HostTier(num_host_blocks) if num_host_blocks and enabled else None
+        self._copies: list[BlockCopies] = []
         self._running: dict[RequestId, _Running] = {}
         self._computing: dict[RequestId, _Running] = {}
         self._preempted: dict[RequestId, None] = {}
@@ -195,8 +216,18 @@ class PrefixCache:
 
     @property
     def num_cached_blocks(self) -> int:
-        """Different block hashes that can be found: what the router's index holds of this replica."""
+        """Different block hashes on the device: what the router's index holds of this replica there."""
         return len(self._block_of)
+
+    @property
+    def num_host_blocks(self) -> int:
+        """Blocks of the host tier."""
+        return self._host.num_blocks if self._host is not None else 0
+
+    @property
+    def num_host_cached_blocks(self) -> int:
+        """Different block hashes in the host tier, those that stand on the device too included."""
+        return len(self._host) if self._host is not None else 0
 
     @property
     def num_retained_blocks(self) -> int:
@@ -236,7 +267,13 @@ class PrefixCache:
         return Explanation("never_seen" if eviction is None else "evicted", num_hit * size, pending, eviction)
 
     def lru_age_s(self, now: float) -> float:
-        """For how long the block that would be evicted next has been idle; 0 while there are empty blocks."""
+        """For how long the block that would be lost next has been idle; 0 while there are empty blocks.
+
+        With a host tier that is one of its blocks: what leaves the device is not lost.
+        """
+        if self._host is not None:
+            since_s = self._host.next_lost_idle_since_s()
+            return 0.0 if since_s is None else max(0.0, now - since_s)
         following = self._pool.peek()
         if following is None or not self._is_hashed[following[0]]:
             return 0.0
@@ -267,39 +304,50 @@ class PrefixCache:
         self._check_admissible(request_id, chain, retention)
         size = self.scheme.block_size
         num_hit = self._num_hit_blocks(chain) if reuse else 0
-        hits = self._blocks_of(chain.hashes[:num_hit])
-        num_new = -(-len(chain) // size) - num_hit
+        num_on_device = num_hit if self._host is None else self._num_on_device(chain, num_hit)
+        hits = self._blocks_of(chain.hashes[:num_on_device])
+        num_new = -(-len(chain) // size) - num_on_device
         num_left = self._pool.num_idle - int(np.count_nonzero(self._pool.references[hits] == 0)) - num_new
         if num_left < 0:
             return None
         self._pass_time(now)
         looks_inside = reuse and self._fronts is not None
         source, num_copied = self._front_to_copy(chain, num_hit, num_left) if looks_inside else (0, 0)
-        is_first = self._count(request_id, chain, num_hit, num_copied, synthetic)
+        num_from_host = (num_hit - num_on_device) * size
+        is_first = self._count(request_id, chain, num_hit * size + num_copied, num_copied, num_from_host, synthetic)
         if is_first and reuse and num_hit < _max_hit_blocks(chain):
             self._count_miss(chain, num_hit)
 
         self._pool.use(hits)
         self._was_hit[hits] = True
         table: list[int] = hits.tolist()
+        returning = chain.hashes[num_on_device:num_hit]
+        in_host = self._host.use(returning) if self._host is not None and returning else _NO_BLOCKS
         if num_copied:
             kept = np.array([source], dtype=np.int32)
             self._pool.use(kept)
             table += self._take(num_new, request_id)
             self._queue_kept(self._pool.drop(kept))
+            self._copies.append(BlockCopies([source], [table[num_hit]], num_copied))
         else:
             table += self._take(num_new, request_id)
+        num_cached = num_hit * size + num_copied
+        running = _Running(chain, table, num_hit, len(chain.hashes), num_cached, tuple(retention), tenant)
+        if self._host is not None and returning:
+            self._copies.append(
+                BlockCopies(in_host.tolist(), table[num_on_device:num_hit], size, Tier.HOST, Tier.DEVICE)
+            )
+            self._host.put_back(in_host, self._now)
+            self._publish(running, num_on_device, num_hit)
+            self._was_hit[table[num_on_device:num_hit]] = True
         if retention or len(self._retained):
             self._retained.touch(chain.hashes[:num_hit], self._now)
             self._retained.mark(chain.hashes, range(num_hit), retention, tenant, size, self._now)
 
-        num_cached = num_hit * size + num_copied
-        running = _Running(chain, table, num_hit, len(chain.hashes), num_cached, tuple(retention), tenant)
         self._running[request_id] = running
         if self.enabled and num_hit < running.num_prompt_blocks:
             self._computing[request_id] = running
-        copies = (SlotCopy(source, table[num_hit], num_copied),) if num_copied else ()
-        return Admission(num_cached, table, copies)
+        return Admission(num_cached, table, num_from_host)
 
     def append(self, request_id: RequestId, token_ids: TokenIds, now: float = 0.0) -> bool:
         """Extend the request's chain by output tokens, with new blocks as they begin; False (no change) when short."""
@@ -319,8 +367,12 @@ class PrefixCache:
 
         For the request at the head of a waiting queue: what it is about to hit should not be evicted for others.
         """
-        hits = self._blocks_of(chain.hashes[: self._num_hit_blocks(chain)])
+        num_hit = self._num_hit_blocks(chain)
+        num_on_device = num_hit if self._host is None else self._num_on_device(chain, num_hit)
+        hits = self._blocks_of(chain.hashes[:num_on_device])
         self._pass_time(now)
+        if self._host is not None:
+            self._host.renew(chain.hashes[num_on_device:num_hit], self._now)
         idle = hits[self._pool.references[hits] == 0][::-1]
         self._pool.withdraw(idle)
         self._queue_kept(idle)
@@ -341,6 +393,8 @@ class PrefixCache:
         if self._contents is not None:
             end = self._verify(running, start, end)
         self._publish(running, start, end)
+        if self._host is not None:
+            self._host.double(running.chain.hashes[start:end], self._now)
         running.num_committed = end
         if end >= running.num_prompt_blocks or running.collided:
             self._computing.pop(request_id, None)
@@ -395,8 +449,19 @@ class PrefixCache:
             self._fronts.clear()
         self._retained.clear()
         self._pool.merge_classes()
+        if self._host is not None:
+            self._host.clear()
+        self._copies.clear()
         self._events.append(Cleared())
         return True
+
+    def take_copies(self) -> list[BlockCopies]:
+        """What is to be copied since the last call: one after the other, before any KV is written.
+
+        Blocks change hands while requests are admitted, so a later copy may write what an earlier one reads.
+        """
+        copies, self._copies = self._copies, []
+        return copies
 
     # Reporting
 
@@ -410,20 +475,33 @@ class PrefixCache:
         return batch
 
     def snapshot(self) -> Snapshot:
-        """All findable blocks as runs in chain order, at ``last_seq``. Sorts them: about a microsecond per block."""
+        """All findable blocks as runs in chain order, at ``last_seq``. Sorts them: about a microsecond per block.
+
+        Those on the device come first: what stands in the host tier follows a block of either.
+        """
         is_first = self._is_hashed.copy()
         for others in self._more_copies.values():
             is_first[others] = False
         blocks = np.flatnonzero(is_first)
         runs = chain_runs(self._keys[blocks], self._parent_keys[blocks])
+        if self._host is not None:
+            runs += chain_runs(*self._host.contents(), tier=Tier.HOST)
         return Snapshot(self.replica, self.generation, self.last_seq, tuple(runs))
 
     def free_queue(self) -> list[int]:
         """The blocks that can be allocated, next to be taken first. Linear."""
         return self._pool.in_order()
 
+    def host_block_hashes(self) -> dict[int, BlockHash]:
+        """Block of the host tier to hash. Linear."""
+        return self._host.cached_block_hashes() if self._host is not None else {}
+
+    def host_queue(self) -> list[int]:
+        """The blocks of the host tier, next to be taken first. Linear."""
+        return self._host.order() if self._host is not None else []
+
     def cached_block_hashes(self) -> dict[int, BlockHash]:
-        """Block id to hash, for every block that carries one. Linear."""
+        """Block id to hash, for every block of the device that carries one. Linear."""
         return {block: self._hashes[block] for block in np.flatnonzero(self._is_hashed).tolist()}
 
     def check_invariants(self) -> None:
@@ -447,7 +525,9 @@ class PrefixCache:
             assert int(self._parent_keys[block]) in resident, "a cached block outlived its parent"
         assert (self._is_hashed == (self._hashes != None)).all()  # noqa: E711 (elementwise)
         if self._contents is not None:
-            assert self._contents.keys() == self._block_of.keys()
+            assert self._contents.keys() == self._block_of.keys() | set(self.host_block_hashes().values())
+        if self._host is not None:
+            self._host.check_invariants(self._block_of.keys(), resident)
         if self._fronts is not None:
             hashed = set(np.flatnonzero(self._is_hashed).tolist())
             assert self._partials <= self._fronts.blocks() <= hashed | self._partials
@@ -459,24 +539,21 @@ class PrefixCache:
     # Inside: looking
 
     def _num_hit_blocks(self, chain: BlockChain) -> int:
-        """Leading blocks that can be found. No block is cached without the one before it, so halving finds the end."""
+        """Leading blocks that can be found, in any tier."""
         if not self.enabled:
             return 0
-        known, hashes = self._block_of, chain.hashes
         limit = _max_hit_blocks(chain)
         if self._contents is not None:
             for depth in range(limit):
                 if not self._is_same(chain, depth):
                     return depth
             return limit
-        low, high = 0, limit
-        while low < high:
-            middle = (low + high) // 2
-            if hashes[middle] in known:
-                low = middle + 1
-            else:
-                high = middle
-        return low
+        low = self._num_on_device(chain, limit)
+        return low if self._host is None else _front_end(self._host, chain.hashes, low, limit)
+
+    def _num_on_device(self, chain: BlockChain, limit: int) -> int:
+        """Of its first ``limit`` blocks, the leading ones on the device."""
+        return _front_end(self._block_of, chain.hashes, 0, limit)
 
     def _num_coming_blocks(self, chain: BlockChain) -> int:
         """Leading blocks that can be found or are being computed."""
@@ -583,45 +660,84 @@ class PrefixCache:
             self._pool.shift(_PROTECTED, _ORDINARY, excess)
 
     def _take(self, count: int, culprit: RequestId) -> list[int]:
-        """The next ``count`` idle blocks; what they cached is evicted."""
+        """The next ``count`` idle blocks; what they cached is evicted, to the host tier where there is one."""
         taken: list[int] = []
-        removed = array("Q")
+        leaving: list[_Leaving] = []
         for blocks, idle_since_s in self._pool.take(count):
             self._was_hit[blocks] = False
-            removed += self._evict(blocks, idle_since_s, culprit)
+            gone, names = self._unname(blocks)
+            if names:
+                leaving.append((gone, names, idle_since_s))
             taken += blocks.tolist()
-        if removed:
-            self._events.append(Removed(removed, RemovalReason.EVICTED))
+        if not leaving:
+            return taken
+        lost, demoted = array("Q"), array("Q")
+        if self._host is not None:
+            leaving, demoted = self._demote(self._host, leaving, culprit)
+        for gone, names, idle_since_s in leaving:
+            lost += self._lose(names, self._keys[gone], idle_since_s, culprit)
+        if lost:
+            self._events.append(Removed(lost, RemovalReason.EVICTED))
+        if demoted:
+            self._events.append(Removed(demoted, RemovalReason.DEMOTED))
         return taken
 
-    def _evict(self, blocks: BlockIds, idle_since_s: float, culprit: RequestId) -> array[int]:
-        """These blocks hold nothing any more; returns the keys whose last copy that was."""
+    def _unname(self, blocks: BlockIds) -> tuple[BlockIds, list[BlockHash]]:
+        """These blocks hold nothing any more: those that held the last copy of a hash on the device, and the hashes."""
         if self._fronts is not None:
             for block in blocks.tolist():
                 self._fronts.discard(block)
                 self._partials.discard(block)
         held = blocks[self._is_hashed[blocks]]
         if not held.size:
-            return array("Q")
+            return _NO_BLOCKS, []
         names: list[BlockHash] = self._hashes[held].tolist()
         self._hashes[held] = None
         self._is_hashed[held] = False
         if self._more_copies:
             is_last = [self._remove_copy(name, block) for name, block in zip(names, held.tolist(), strict=True)]
-            gone = held[is_last]
+            held = held[is_last]
             names = [name for name, last in zip(names, is_last, strict=True) if last]
         else:
-            gone = held
             _exhaust(map(self._block_of.__delitem__, names))
-        if self._contents is not None:
-            _exhaust(map(self._contents.__delitem__, names))
         if len(self._retained):
             _exhaust(map(self._retained.forget, names))
+        return held, names
+
+    def _demote(self, host: HostTier, leaving: list[_Leaving], culprit: RequestId) -> tuple[list[_Leaving], array[int]]:
+        """What leaves the device goes to the host tier: the first of it that find no place there; the others' keys."""
+        gone = np.concatenate([blocks for blocks, _, _ in leaving])
+        names = [name for _, some, _ in leaving for name in some]
+        idle_since_s = np.repeat([since_s for *_, since_s in leaving], [len(some) for _, some, _ in leaving])
+        keys, parent_keys = self._keys[gone], self._parent_keys[gone]
+        demotion = host.take_in(names, keys, parent_keys, idle_since_s)
+        num_refused = demotion.num_refused
+        refused = set(names[:num_refused])
+        for out in demotion.lost:
+            self._events.append(Removed(array("Q", out.keys.tobytes()), RemovalReason.EVICTED, Tier.HOST))
+            is_lost = [name not in self._block_of and name not in refused for name in out.names]
+            lost = [name for name, last in zip(out.names, is_lost, strict=True) if last]
+            self._lose(lost, out.keys[is_lost], out.idle_since_s, culprit)
+        fresh = demotion.positions
+        if fresh.size:
+            size = self.scheme.block_size
+            sources, targets = gone[fresh].tolist(), demotion.targets.tolist()
+            self._copies.append(BlockCopies(sources, targets, size, Tier.DEVICE, Tier.HOST))
+            # They go from the ends of chains on: backwards, each follows the one before it.
+            self._events += _runs_in_order(keys[fresh[::-1]], parent_keys[fresh[::-1]], Tier.HOST)
+        self.stats.num_demoted_blocks += len(names) - num_refused
+        left = stretches(idle_since_s[:num_refused])
+        homeless = [(gone[start:end], names[start:end], since_s) for start, end, since_s in left]
+        return homeless, array("Q", keys[num_refused:].tobytes())
+
+    def _lose(self, names: list[BlockHash], keys: Keys, idle_since_s: float, culprit: RequestId) -> array[int]:
+        """These hashes stand in no tier any more; returns their keys."""
+        if self._contents is not None:
+            _exhaust(map(self._contents.__delitem__, names))
         idle_s = max(0.0, self._now - idle_since_s)
-        keys = self._keys[gone]
         self._history.add(keys, self._now, idle_s, RemovalReason.EVICTED, culprit)
-        self.stats.num_evicted_blocks += gone.size
-        self.stats.evicted_idle_s += gone.size * idle_s
+        self.stats.num_evicted_blocks += keys.size
+        self.stats.evicted_idle_s += keys.size * idle_s
         return array("Q", keys.tobytes())
 
     def _remove_copy(self, name: BlockHash, block: int) -> bool:
@@ -713,10 +829,18 @@ class PrefixCache:
         self._partials.add(block)
         return block
 
-    def _count(self, request_id: RequestId, chain: BlockChain, num_hit: int, num_copied: int, synthetic: bool) -> bool:
+    def _count(
+        self,
+        request_id: RequestId,
+        chain: BlockChain,
+        num_cached: int,
+        num_copied: int,
+        num_from_host: int,
+        synthetic: bool,
+    ) -> bool:
         """Whether this is a first admission of a user's request, the only kind that asks and hits."""
         stats = self.stats
-        num_tokens, num_cached = len(chain), num_hit * self.scheme.block_size + num_copied
+        num_tokens = len(chain)
         if request_id in self._preempted:
             del self._preempted[request_id]
             stats.num_recomputed_tokens += num_tokens - num_cached
@@ -729,6 +853,7 @@ class PrefixCache:
             stats.num_query_tokens += num_tokens
             stats.num_hit_tokens += num_cached
             stats.num_copied_tokens += num_copied
+            stats.num_host_hit_tokens += num_from_host
         return self.enabled
 
     def _count_miss(self, chain: BlockChain, num_hit: int) -> None:
@@ -739,6 +864,29 @@ class PrefixCache:
 
 def _max_hit_blocks(chain: BlockChain) -> int:
     return max(0, len(chain) - 1) // chain.scheme.block_size
+
+
+def _front_end(known: Container[BlockHash], hashes: Sequence[BlockHash], start: int, end: int) -> int:
+    """Where the front of ``hashes`` that is known ends, which is not before ``start``.
+
+    No block is cached without the one before it, so halving finds it.
+    """
+    while start < end:
+        middle = (start + end) // 2
+        if hashes[middle] in known:
+            start = middle + 1
+        else:
+            end = middle
+    return start
+
+
+def _runs_in_order(keys: Keys, parent_keys: Keys, tier: Tier) -> list[Stored]:
+    """Blocks, each after the one it follows, as runs: of neighbours that follow one another."""
+    borders = [0, *(np.flatnonzero(parent_keys[1:] != keys[:-1]) + 1).tolist(), keys.size]
+    return [
+        Stored(int(parent_keys[start]), array("Q", keys[start:end].tobytes()), tier)
+        for start, end in itertools.pairwise(borders)
+    ]
 
 
 def _exhaust(calls: map[Any]) -> None:

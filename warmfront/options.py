@@ -234,7 +234,7 @@ _TABLE: tuple[Flag | str, ...] = (
         "Share of the whole device's memory that this worker may use.",
     ),
     Flag("kv-blocks", click.IntRange(min=1), "Blocks in the KV pool. Default: what the memory gives."),
-    Flag("host-kv-blocks", COUNT, "Blocks in host memory behind the device's pool."),
+    Flag("host-kv-blocks", COUNT, "Blocks in host memory that take what the pool evicts, to be copied back."),
     Flag("cpu-kv-bytes", click.IntRange(min=1), "Bytes of the KV pool on a CPU, where --kv-blocks is absent."),
     Flag(
         "kv-cache-dtype",
@@ -257,6 +257,11 @@ _TABLE: tuple[Flag | str, ...] = (
         "prefill-tokens-per-s",
         click.FloatRange(0, min_open=True),
         "Simulated engine: prompt tokens per second.",
+    ),
+    Flag(
+        "host-tokens-per-s",
+        click.FloatRange(0, min_open=True),
+        "Simulated engine: tokens per second that come back from host memory.",
     ),
     Flag("decode-time", Duration(), "Simulated engine: of a step in which answers grow.", "decode_time_s"),
     Flag("time-scale", click.FloatRange(0, min_open=True), "Simulated engine: all takes so many times as long."),

@@ -89,7 +89,8 @@ def render(answer: dict[str, Any], url: str) -> RenderableType:
         row = (
             replica["id"],
             Text(replica["state"], style=_STYLES.get(replica["state"], "")),
-            " / ".join(f"{replica[key]:,}" for key in ("kv_blocks_used", "kv_blocks_cached", "kv_blocks")),
+            " / ".join(f"{replica[key]:,}" for key in ("kv_blocks_used", "kv_blocks_cached", "kv_blocks"))
+            + _host(replica),
             f"{replica['kv_bytes_per_token'] / 1024:.1f}",
             percent(replica.get("hit_rate_1m")),
             percent(replica.get("hit_rate")),
@@ -113,6 +114,12 @@ def _queue(queue: dict[str, Any]) -> str:
         f"queue: {queue['requests']:,} requests of {queue['tenants']:,} tenants with {queue['tokens']:,} tokens wait, "
         f"the oldest for {queue['oldest_s']:.1f} s{rate}; {queue['full_replicas']} replicas are full"
     )
+
+
+def _host(replica: dict[str, Any]) -> str:
+    """What it holds in host memory, where it may."""
+    num_blocks = replica.get("host_kv_blocks", 0)
+    return f" + {replica['host_kv_blocks_cached']:,} / {num_blocks:,} host" if num_blocks else ""
 
 
 def percent(share: float | None) -> str:

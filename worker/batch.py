@@ -41,7 +41,6 @@ class SequenceSlice:
     forbidden_token_ids: Sequence[int] = ()  # end tokens while min_tokens is not reached
     num_prompt_logprobs: int | None = None  # as num_logprobs, for the prompt positions of this slice, chunks included
     lora: str | None = None  # identity of a loaded adapter
-    copies: Sequence[tuple[int, int, int]] = ()  # (source block, target block, slots): done first, and then emptied
 
 
 @dataclass(slots=True, kw_only=True)

@@ -16,6 +16,7 @@ from tokenizers import Tokenizer
 from warmfront_pb.v1 import inference_pb2
 
 from worker.config import ConfigError, WorkerConfig
+from worker.host_blocks import BUFFER_BYTES, NUM_BUFFERS
 from worker.kv_store import kv_format
 from worker.loading import (
     LoadedModel,
@@ -28,7 +29,16 @@ from worker.loading import (
 from worker.loading.tokenizer import TokenizerFiles, load_tokenizer
 from worker.model_runner import ModelRunner
 from worker.models.config import GenerationDefaults, ModelConfig
-from worker.plan import MemoryPlan, activation_bytes, adapter_bytes, describe, plan_blocks, plan_cpu, plan_device
+from worker.plan import (
+    MemoryPlan,
+    activation_bytes,
+    adapter_bytes,
+    check_host_room,
+    describe,
+    plan_blocks,
+    plan_cpu,
+    plan_device,
+)
 from worker.replica import Loaded, ModelCard, Progress
 
 logger = logging.getLogger(__name__)
@@ -63,9 +73,11 @@ def load_replica(config: WorkerConfig, progress: Progress) -> Loaded:
         kv_cache_dtype=config.kv_cache_dtype,
         max_num_batched_tokens=step_tokens,
         max_num_seqs=config.max_num_seqs,
+        num_host_blocks=config.host_kv_blocks if config.enable_prefix_caching else 0,
     )
     progress("self-test", 0.0)
     runner.self_test()
+    host_tokens_per_s = runner.host_tokens_per_s()
     progress("ready to run", 1.0)
     return Loaded(
         card=_card(config, path, loaded, files, max_model_len, plan.kv_bytes_per_token),
@@ -73,6 +85,7 @@ def load_replica(config: WorkerConfig, progress: Progress) -> Loaded:
         num_blocks=plan.num_blocks,
         max_num_batched_tokens=step_tokens,
         adapter_reader=runner.lora_reader(config.max_lora_rank),
+        host_tokens_per_s=host_tokens_per_s,
     )
 
 
@@ -90,10 +103,15 @@ def plan_memory(config: WorkerConfig, model: ModelConfig) -> MemoryPlan:
         max_num_seqs=config.max_num_seqs,
         element_bytes=element_bytes,
     )
+    block_bytes = kv_bytes_per_token * config.block_size
+    machine_bytes = psutil.virtual_memory().total
     device = pick_device(config.device)
+    if config.host_kv_blocks:
+        check_host_room(config.host_kv_blocks, block_bytes, machine_bytes)
+        activations += NUM_BUFFERS * max(block_bytes, min(BUFFER_BYTES, config.host_kv_blocks * block_bytes))
     num_blocks = config.kv_blocks
     if num_blocks is None and device.type == "cpu" and config.cpu_kv_bytes is not None:
-        num_blocks = max(1, config.cpu_kv_bytes // (kv_bytes_per_token * config.block_size))
+        num_blocks = max(1, config.cpu_kv_bytes // block_bytes)
     if num_blocks is not None:
         return plan_blocks(
             num_blocks=num_blocks + 1,
@@ -104,7 +122,7 @@ def plan_memory(config: WorkerConfig, model: ModelConfig) -> MemoryPlan:
         )
     if device.type == "cpu":
         return plan_cpu(
-            machine_bytes=psutil.virtual_memory().total,
+            machine_bytes=machine_bytes,
             kv_bytes_per_token=kv_bytes_per_token,
             block_size=config.block_size,
             weight_bytes=weight_bytes,
@@ -126,9 +144,14 @@ def plan_text(config: WorkerConfig) -> str:
     plan = plan_memory(config, model)
     device = pick_device(config.device)
     if device.type == "cpu" or config.kv_blocks is not None:
-        return describe(plan)
+        return describe(plan, num_host_blocks=config.host_kv_blocks)
     total = torch.cuda.get_device_properties(device).total_memory
-    return describe(plan, utilization=config.gpu_memory_utilization, device_bytes=total)
+    return describe(
+        plan,
+        utilization=config.gpu_memory_utilization,
+        device_bytes=total,
+        num_host_blocks=config.host_kv_blocks,
+    )
 
 
 def pick_device(name: str) -> torch.device:

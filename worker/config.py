@@ -58,7 +58,7 @@ class WorkerConfig:
     token_reuse_min: int = 4  # tokens worth a copy
     eviction_policy: EvictionPolicy = "slru"  # or "lru"
     kv_blocks: int | None = None  # in the pool, without the scratch block; None: by memory
-    host_kv_blocks: int = 0
+    host_kv_blocks: int = 0  # in host memory, behind the pool; 0: none
     gpu_memory_utilization: float = 0.9  # share of the whole device memory
     cpu_kv_bytes: int | None = None  # the pool on a CPU where kv_blocks does not say; None: 1 GiB or less
 
@@ -89,6 +89,7 @@ class WorkerConfig:
     # Of the simulated engine alone:
     prefill_tokens_per_s: float = 40_000.0
     decode_time_s: float = 0.02  # of a step in which answers grow
+    host_tokens_per_s: float = 400_000.0  # that come back from host memory
     time_scale: float = 1.0  # everything takes so many times as long
     fault: str | None = None  # die:TOKENS, hang:TOKENS, error:SHARE, lag:200ms, with commas between them
 
@@ -165,8 +166,8 @@ class WorkerConfig:
             raise ConfigError(f"--block-size {self.block_size} is not between 8 and 256")
         if self.kv_blocks is not None and self.kv_blocks < 1:
             raise ConfigError(f"--kv-blocks {self.kv_blocks} is below 1")
-        if self.host_kv_blocks:
-            raise ConfigError(f"--host-kv-blocks {self.host_kv_blocks}: there is no host tier yet; only 0 works")
+        if self.host_kv_blocks < 0:
+            raise ConfigError(f"--host-kv-blocks {self.host_kv_blocks} is below 0")
         if not 1 <= self.token_reuse_min < self.block_size:
             raise ConfigError(
                 f"--token-reuse-min {self.token_reuse_min} is not between 1 and {self.block_size - 1}, inside a block"
@@ -222,7 +223,12 @@ class WorkerConfig:
                 raise ConfigError(f"{flag} {value!r} is none of {', '.join(allowed)}")
         if self.fault and self.engine != "simulated":
             raise ConfigError("--fault is for --engine simulated")
-        for flag, rate in (("--prefill-tokens-per-s", self.prefill_tokens_per_s), ("--time-scale", self.time_scale)):
+        rates = (
+            ("--prefill-tokens-per-s", self.prefill_tokens_per_s),
+            ("--host-tokens-per-s", self.host_tokens_per_s),
+            ("--time-scale", self.time_scale),
+        )
+        for flag, rate in rates:
             if not rate > 0:
                 raise ConfigError(f"{flag} {rate:g} is not over 0")
         if self.decode_time_s < 0:

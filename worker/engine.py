@@ -30,7 +30,7 @@ from cache.adapter import Adapter
 from cache.block_hash import extra_keys
 from cache.events import EventBatch
 from cache.events import Snapshot as CacheSnapshot
-from cache.prefix_cache import CacheStats, PrefixCache
+from cache.prefix_cache import BlockCopies, CacheStats, PrefixCache
 from cache.retention import Retention
 from worker.adapters import AdapterConflictError
 from worker.batch import SamplingParams, SequenceSlice, SliceResult, StepBatch, TokenLogprobs
@@ -46,6 +46,9 @@ _SPEED_WEIGHT = 0.05  # of the newest step in the learned prefill speed
 
 class Runner(Protocol):
     """What computes a step. See ``worker.batch``."""
+
+    def copy(self, copies: Sequence[BlockCopies]) -> None:
+        """Copy KV between blocks, one after the other. A failure is the engine's: nobody knows what blocks hold."""
 
     def execute(self, batch: StepBatch) -> list[SliceResult]:
         """One result per slice, in order; afterwards the KV of all of them is in place."""
@@ -133,6 +136,7 @@ class Admitted:
     num_prompt_tokens: int
     num_cached_tokens: int
     synthetic: bool
+    num_host_tokens: int = 0  # of the cached ones, what came back from host memory
 
 
 @dataclass(slots=True)
@@ -157,8 +161,10 @@ class EngineSnapshot:
     prefill_tokens_per_s: float = 0.0
     num_blocks: int = 0
     num_used_blocks: int = 0
-    num_cached_blocks: int = 0  # different block hashes that can be found
-    lru_age_s: float = 0.0  # idle time of the block that would be evicted next; 0 while empty ones remain
+    num_cached_blocks: int = 0  # different block hashes on the device
+    num_host_blocks: int = 0
+    num_host_cached_blocks: int = 0  # different block hashes in host memory
+    lru_age_s: float = 0.0  # idle time of the block that would be lost next; 0 while empty ones remain
     last_event_seq: int = 0
     stats: CacheStats = field(default_factory=CacheStats)
 
@@ -223,7 +229,7 @@ class Engine:
         self._prefill_s = 0.0
         self._published_s = -math.inf
         self._step_began_s: float | None = None
-        self._snapshot = EngineSnapshot(num_blocks=cache.num_blocks - 1)
+        self._snapshot = EngineSnapshot(num_blocks=cache.num_blocks - 1, num_host_blocks=cache.num_host_blocks)
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
 
     # From the event loop
@@ -437,11 +443,16 @@ class Engine:
         for choice in step.admitted:
             self._note_admission(choice, now)
         self._step_began_s = now
+        computing_s = now
+        copies = self._cache.take_copies()
+        if copies:
+            self._runner.copy(copies)
+            computing_s = time.monotonic()
         results = self._execute(step.slices)
         self._step_began_s = None
         after = time.monotonic()
         if step.num_prefill_tokens:
-            self._learn_speed(step.num_prefill_tokens, after - now)
+            self._learn_speed(step.num_prefill_tokens, after - computing_s)
         for choice, piece, result in zip(step.choices, step.slices, results, strict=True):
             if choice.state is not ChoiceState.RUNNING:  # its request failed through another choice a moment ago
                 continue
@@ -558,6 +569,7 @@ class Engine:
                     num_prompt_tokens=len(request.token_ids),
                     num_cached_tokens=choice.num_cached or 0,
                     synthetic=request.synthetic,
+                    num_host_tokens=choice.num_from_host,
                 )
             )
 
@@ -590,6 +602,8 @@ class Engine:
             num_blocks=self._cache.num_blocks - 1,
             num_used_blocks=self._cache.num_used_blocks,
             num_cached_blocks=self._cache.num_cached_blocks,
+            num_host_blocks=self._cache.num_host_blocks,
+            num_host_cached_blocks=self._cache.num_host_cached_blocks,
             lru_age_s=self._cache.lru_age_s(now),
             last_event_seq=self._cache.last_seq,
             stats=replace(self._cache.stats),

@@ -14,6 +14,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from cache.events import Tier
+from cache.prefix_cache import BlockCopies
+from worker.host_blocks import HostBlocks
+
 SCRATCH_BLOCK = 0
 _SCALE_DTYPE = torch.bfloat16  # the range of float32 in half its bytes; numbers are divided by the scale as rounded
 
@@ -139,8 +143,12 @@ class KVStore:
         dtype: torch.dtype,
         device: torch.device,
         kept: KVFormat | None = None,
+        num_host_blocks: int = 0,
     ) -> None:
-        """``dtype`` is that of activations, ``kept`` what the memory holds; None: the same."""
+        """``dtype`` is that of activations, ``kept`` what the memory holds; None: the same.
+
+        ``num_host_blocks``: blocks in host memory besides. Raises ``ValueError`` where there is no room for them.
+        """
         if num_blocks < 2:
             raise ValueError(f"{num_blocks} KV blocks: at least 2 are needed, one of them is scratch")
         self.block_size = block_size
@@ -154,6 +162,7 @@ class KVStore:
         if self.format.largest is not None:
             self.scales = torch.zeros(shape, dtype=_SCALE_DTYPE, device=device)
         self.layers = [(self._pages(layer, 0, dtype), self._pages(layer, 1, dtype)) for layer in range(num_layers)]
+        self.host = HostBlocks(self._tensors, num_host_blocks) if num_host_blocks else None
 
     @property
     def bytes_per_token(self) -> int:
@@ -171,11 +180,19 @@ class KVStore:
             for pages in layer:
                 pages.zero(slots)
 
-    def copy_slots(self, copies: Sequence[tuple[int, int, int]]) -> None:
-        """For each (source block, target block, slots): copy the first ``slots`` tokens in every layer."""
-        for source, target, num_slots in copies:
-            for one in self._tensors:
-                one[:, :, target, :num_slots].copy_(one[:, :, source, :num_slots])
+    def copy(self, copies: Sequence[BlockCopies]) -> None:
+        """Do these one after the other, in every layer. What is computed afterwards reads and overwrites safely."""
+        for some in copies:
+            if some.source_tier is Tier.HOST:
+                assert self.host is not None
+                self.host.load(some.sources, some.targets)
+            elif some.target_tier is Tier.HOST:
+                assert self.host is not None
+                self.host.save(some.sources, some.targets)
+            else:
+                for source, target in zip(some.sources, some.targets, strict=True):
+                    for one in self._tensors:
+                        one[:, :, target, : some.num_tokens].copy_(one[:, :, source, : some.num_tokens])
 
     @property
     def _tensors(self) -> list[Tensor]:

@@ -203,6 +203,7 @@ class Worker:
         assert reporter is not None
         self.replica.card = loaded.card
         self.replica.max_num_batched_tokens = loaded.max_num_batched_tokens
+        self.replica.host_tokens_per_s = loaded.host_tokens_per_s
         await reporter.join(self.replica.contract())
         adapters = self._start_engine(loaded, reporter)
         for name, folder in self._config.own_adapters.items():
@@ -213,12 +214,14 @@ class Worker:
         self._set_state(common_pb2.READY)
         await self._server.set_serving(True)
         logger.info(
-            "replica=%s state=READY address=%s generation=%s model=%s kv_blocks=%d max_model_len=%d mode=%s dtype=%s",
+            "replica=%s state=READY address=%s generation=%s model=%s kv_blocks=%d host_kv_blocks=%d "
+            "max_model_len=%d mode=%s dtype=%s",
             self._config.replica_id,
             self.replica.address,
             self.replica.generation,
             loaded.card.name,
             loaded.num_blocks - 1,
+            self._config.host_kv_blocks,
             loaded.card.max_model_len,
             self._config.mode,
             loaded.card.dtype,
@@ -289,6 +292,7 @@ class Worker:
             generation=self.replica.generation,
             policy=config.eviction_policy,
             token_reuse_min=config.token_reuse_min if config.token_reuse else None,
+            num_host_blocks=config.host_kv_blocks,
         )
         table = TokenTable.from_tokenizer_json(loaded.card.tokenizer_json)
         engine = self._engine = Engine(
@@ -301,7 +305,10 @@ class Worker:
             on_death=self._on_death,
         )
         metrics = self._metrics = WorkerMetrics(
-            view=engine.snapshot, now=time.monotonic(), compat=config.compat_metrics
+            view=engine.snapshot,
+            now=time.monotonic(),
+            compat=config.compat_metrics,
+            host_tokens_per_s=loaded.host_tokens_per_s,
         )
         if self._certificates is not None:
             metrics.tell_expiry(self._certificates.expires_s)

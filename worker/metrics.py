@@ -66,8 +66,17 @@ class HitWindow:
 class WorkerMetrics:
     """All of them, in a registry of their own. ``view`` gives the engine's latest snapshot when someone looks."""
 
-    def __init__(self, *, view: Callable[[], EngineSnapshot], now: float, compat: bool = False) -> None:
+    def __init__(
+        self,
+        *,
+        view: Callable[[], EngineSnapshot],
+        now: float,
+        compat: bool = False,
+        host_tokens_per_s: float = 0.0,
+    ) -> None:
+        """``host_tokens_per_s``: how fast KV comes back from host memory; 0 where nothing does."""
         self.registry = CollectorRegistry()
+        self._host_tokens_per_s = host_tokens_per_s
         self._view = view
         self._started_s = now
         self._minute = HitWindow(1.0, 60)
@@ -75,7 +84,7 @@ class WorkerMetrics:
         self._steady_tokens = self._steady_hits = 0
         self._queries = self._counter("prefix_cache_queries_tokens", "Prompt tokens looked up, user traffic.")
         self._hits = self._counter("prefix_cache_hits_tokens", "Prompt tokens not computed, user traffic.", "tier")
-        self._evictions = self._counter("evictions", "Block hashes whose last copy went.", "reason")
+        self._evictions = self._counter("evictions", "Block hashes whose last copy left a tier.", "reason")
         self._preemptions = self._counter("preemptions", "Requests that lost their blocks and are computed again.")
         self._saved = self._counter(
             "prefill_seconds_saved", "Prefill time that hits saved, at the learned speed. A cache saves no decode time."
@@ -92,6 +101,8 @@ class WorkerMetrics:
         )
         self.registry.register(_CacheCollector(view))
         self._hits.labels("device")
+        if host_tokens_per_s:
+            self._hits.labels("host")
         self._compat = _Compat(self.registry, view) if compat else None
 
     def observe(self, report: StepReport, now: float) -> None:
@@ -131,10 +142,14 @@ class WorkerMetrics:
         self._queue.observe(admitted.queue_s)
         num_tokens, num_hits = admitted.num_prompt_tokens, admitted.num_cached_tokens
         self._queries.inc(num_tokens)
-        self._hits.labels("device").inc(num_hits)
+        num_from_host = admitted.num_host_tokens
+        self._hits.labels("device").inc(num_hits - num_from_host)
+        if num_from_host:
+            self._hits.labels("host").inc(num_from_host)
         speed = self._view().prefill_tokens_per_s
         if speed:
-            self._saved.inc(num_hits / speed)
+            copying_s = num_from_host / self._host_tokens_per_s if num_from_host else 0.0
+            self._saved.inc(max(0.0, num_hits / speed - copying_s))
         self._minute.add(num_tokens, num_hits, now)
         self._hour.add(num_tokens, num_hits, now)
         if now - self._started_s >= SETTLING_S:
@@ -176,6 +191,9 @@ class _CacheCollector(Collector):
         blocks.add_metric(["total"], view.num_blocks)
         blocks.add_metric(["used"], view.num_used_blocks)
         blocks.add_metric(["cached"], view.num_cached_blocks)
+        if view.num_host_blocks:
+            blocks.add_metric(["host_total"], view.num_host_blocks)
+            blocks.add_metric(["host_cached"], view.num_host_cached_blocks)
         yield blocks
         yield CounterMetricFamily(
             "warmfront_worker_sub_block_tokens_lost",
@@ -184,7 +202,7 @@ class _CacheCollector(Collector):
         )
         yield SummaryMetricFamily(
             "warmfront_worker_evicted_age_seconds",
-            "For how long evicted blocks had been idle.",
+            "For how long blocks that left the last tier had been idle.",
             count_value=stats.num_evicted_blocks,
             sum_value=stats.evicted_idle_s,
         )

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from cache.prefix_cache import BlockCopies
 from worker.attention import Span, make_backend
 from worker.attention.sdpa import ROW_MULTIPLE
 from worker.batch import SequenceSlice, SliceResult, StepBatch, TokenLogprobs
@@ -53,6 +54,7 @@ class ModelRunner:
         max_num_batched_tokens: int = 2048,
         max_num_seqs: int = 256,
         cpu_kernel: bool = True,
+        num_host_blocks: int = 0,
     ) -> None:
         """Takes over ``loaded.weights`` and allocates the KV store.
 
@@ -103,6 +105,7 @@ class ModelRunner:
             dtype=loaded.dtype,
             device=self.device,
             kept=kept,
+            num_host_blocks=num_host_blocks,
         )
         self._loras = LoraSet(deterministic=self._deterministic, device=self.device)
 
@@ -127,6 +130,16 @@ class ModelRunner:
     def remove_adapter(self, adapter: str) -> None:
         """No slice names it any more."""
         self._loras.remove(adapter)
+
+    @torch.inference_mode()
+    def host_tokens_per_s(self) -> float:
+        """How many tokens' KV come back from host memory per second; 0 without such. Before the first request."""
+        return self.kv.host.blocks_per_s() * self.block_size if self.kv.host is not None else 0.0
+
+    @torch.inference_mode()
+    def copy(self, copies: Sequence[BlockCopies]) -> None:
+        """Copy KV between blocks, one after the other, before anything else is computed."""
+        self.kv.copy(copies)
 
     @torch.inference_mode()
     def execute(self, batch: StepBatch) -> list[SliceResult]:
@@ -180,9 +193,6 @@ class ModelRunner:
         return self._logits(hidden, range(len(hidden)))
 
     def _step(self, slices: Sequence[SequenceSlice]) -> list[SliceResult]:
-        for one in slices:
-            self.kv.copy_slots(one.copies)
-            one.copies = ()  # once: should the step be repeated in parts, the sources may hold other tokens by then
         hidden = self._hidden(slices)
         ends = np.cumsum([len(one.token_ids) for one in slices])
         drawing = [index for index, one in enumerate(slices) if one.sampling is not None]

@@ -5,7 +5,7 @@ together. The pool gets what the first two leave of it, so near the edge a littl
 with weights on 0.78 of the device, 0.85 leaves 0.07 for KV and 0.92 leaves 0.14.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from worker.models.config import ModelConfig
 
@@ -112,8 +112,25 @@ def adapter_bytes(config: ModelConfig, rank: int, element_bytes: int) -> int:
     return config.num_layers * per_layer * (rank + 3) * element_bytes  # ranks are padded to a multiple of 4
 
 
-def describe(plan: MemoryPlan, *, utilization: float | None = None, device_bytes: int | None = None) -> str:
+def check_host_room(num_blocks: int, block_bytes: int, machine_bytes: int) -> None:
+    """Raises ``PlanError`` where ``--host-kv-blocks`` takes more than the machine has."""
+    if num_blocks * block_bytes > machine_bytes:
+        raise PlanError(
+            f"--host-kv-blocks {num_blocks} takes {_gib(num_blocks * block_bytes)}, this machine has "
+            f"{_gib(machine_bytes)}: {machine_bytes // block_bytes} blocks would fill it"
+        )
+
+
+def describe(
+    plan: MemoryPlan,
+    *,
+    utilization: float | None = None,
+    device_bytes: int | None = None,
+    num_host_blocks: int = 0,
+) -> str:
     """The text of ``--plan``. With ``utilization`` and ``device_bytes``: also for 0.05 less and more."""
+    host = replace(plan, num_blocks=num_host_blocks + 1)
+    host_rows = [_row("host memory", host)] if num_host_blocks else []
     lines = [
         f"KV cache    {plan.kv_bytes_per_token / 1024:.1f} KiB per token, blocks of {plan.block_size} tokens",
         f"weights     {_gib(plan.weight_bytes)}",
@@ -122,7 +139,7 @@ def describe(plan: MemoryPlan, *, utilization: float | None = None, device_bytes
         f"{'':12}{'KV cache':>12}{'blocks':>12}{'tokens':>12}{'conversations of 4,000 tokens':>32}",
     ]
     if utilization is None or device_bytes is None:
-        return "\n".join([*lines, _row("chosen", plan)])
+        return "\n".join([*lines, _row("chosen", plan), *host_rows])
     for share in (utilization - 0.05, utilization, utilization + 0.05):
         if not 0 < share <= 1:
             continue
@@ -142,7 +159,7 @@ def describe(plan: MemoryPlan, *, utilization: float | None = None, device_bytes
         except PlanError:
             row = f"{label:12}{'does not fit':>12}"
         lines.append(row)
-    return "\n".join(lines)
+    return "\n".join([*lines, *host_rows])
 
 
 def _plan(budget: int, weight_bytes: int, activations: int, kv_bytes_per_token: int, block_size: int) -> MemoryPlan:

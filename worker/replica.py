@@ -50,6 +50,7 @@ class Loaded:
     num_blocks: int  # scratch block included
     max_num_batched_tokens: int
     adapter_reader: AdapterReader
+    host_tokens_per_s: float = 0.0  # that come back from host memory; 0: there is none
     event_lag_s: float = 0.0  # cache events are held back for so long: a simulated fault
 
 
@@ -69,6 +70,7 @@ class Replica:
     fault: str = ""  # why it is not READY, where there is a reason
     card: ModelCard | None = None  # None while it loads
     max_num_batched_tokens: int = 0
+    host_tokens_per_s: float = 0.0
 
     @property
     def state_name(self) -> str:
@@ -143,6 +145,9 @@ class Replica:
                 hit_rate=hit_rates.steady,
                 hit_rate_verdict=hit_rates.verdict,
                 token_reuse=config.token_reuse,
+                host_kv_blocks=view.num_host_blocks,
+                host_kv_blocks_cached=view.num_host_cached_blocks,
+                host_tokens_per_s=self.host_tokens_per_s,
             )
         )
         return lease

@@ -64,11 +64,11 @@ class Choice:
     state: ChoiceState = ChoiceState.WAITING
     num_computed: int = 0  # tokens whose KV is in place
     num_cached: int | None = None  # at first admission; None before it
+    num_from_host: int = 0  # of these, what came back from host memory
     num_preemptions: int = 0
     drawn: int | None = None  # the last token, not yet in the chain
     block_ids: Sequence[int] = ()
     order: tuple[float, int] = (0.0, 0)
-    copies: Sequence[tuple[int, int, int]] = ()  # to be done by its next slice
 
 
 @dataclass(frozen=True, slots=True)
@@ -261,10 +261,10 @@ class Scheduler:
             insort(self._running, choice, key=_order)
             choice.state = ChoiceState.RUNNING
             choice.block_ids = admission.block_ids
-            choice.copies = admission.copies
             choice.num_computed = admission.num_cached_tokens
             if choice.num_cached is None:
                 choice.num_cached = admission.num_cached_tokens
+                choice.num_from_host = admission.num_host_tokens
                 step.admitted.append(choice)
             budget -= self._add_chunk(choice, budget, step)
 
@@ -285,7 +285,6 @@ class Scheduler:
         start = choice.num_computed
         draws = start + size == len(choice.chain)
         output = choice.output_token_ids
-        copies, choice.copies = choice.copies, ()
         return SequenceSlice(
             request_id=choice.id,
             token_ids=token_ids,
@@ -297,7 +296,6 @@ class Scheduler:
             forbidden_token_ids=choice.end_token_ids if draws and len(output) < choice.min_tokens else (),
             num_prompt_logprobs=choice.num_prompt_logprobs,
             lora=choice.lora,
-            copies=copies,
         )
 
 

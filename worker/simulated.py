@@ -20,13 +20,15 @@ import time
 import zlib
 from array import array
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
+from cache.events import Tier
+from cache.prefix_cache import BlockCopies
 from worker.batch import SequenceSlice, SliceResult, StepBatch, TokenLogprobs
 from worker.config import ConfigError, WorkerConfig
 from worker.detokenizer import TokenTable
@@ -91,6 +93,7 @@ def load_simulated(config: WorkerConfig, progress: Progress) -> Loaded:
     if max_model_len > room:
         raise ConfigError(f"--max-model-len {max_model_len} does not fit --kv-blocks {num_blocks}: {room} tokens")
     card = _card(config, max_model_len)
+    host_tokens_per_s = config.host_tokens_per_s / config.time_scale
     runner = SimulatedRunner(
         num_blocks + 1,
         config.block_size,
@@ -99,6 +102,8 @@ def load_simulated(config: WorkerConfig, progress: Progress) -> Loaded:
         vocab_size=card.vocab_size,
         prefill_tokens_per_s=config.prefill_tokens_per_s / config.time_scale,
         decode_s=config.decode_time_s * config.time_scale,
+        num_host_blocks=config.host_kv_blocks,
+        host_tokens_per_s=host_tokens_per_s,
         faults=faults,
     )
     progress("ready to run", 1.0)
@@ -108,6 +113,7 @@ def load_simulated(config: WorkerConfig, progress: Progress) -> Loaded:
         num_blocks=num_blocks + 1,
         max_num_batched_tokens=config.max_num_batched_tokens or max(_STEP_TOKENS, config.max_num_seqs),
         adapter_reader=UncheckedReader(config.max_lora_rank),
+        host_tokens_per_s=host_tokens_per_s if config.host_kv_blocks else 0.0,
         event_lag_s=faults.event_lag_s,
     )
 
@@ -123,6 +129,24 @@ class UncheckedReader:
     def __call__(self, config: bytes, tensors: bytes) -> tuple[None, int]:
         """No weights, and the rank that the configuration names. Raises ``AdapterError``."""
         return None, read_config(config, self._max_rank).max_rank
+
+
+@dataclass(slots=True)
+class _Block:
+    """What a model's KV would be: which tokens stand here, and after what."""
+
+    size: int
+    before: int = 0  # digest of the sequence up to this block
+    end: int = 0  # and up to its last token
+    token_ids: array[int] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.token_ids = array("i", bytes(4 * self.size))
+
+    def copy_from(self, other: _Block, num_tokens: int) -> None:
+        self.token_ids[:num_tokens] = other.token_ids[:num_tokens]
+        self.before = other.before
+        self.end = zlib.crc32(other.token_ids[:num_tokens].tobytes(), other.before)
 
 
 class SimulatedRunner:
@@ -141,6 +165,8 @@ class SimulatedRunner:
         vocab_size: int,
         prefill_tokens_per_s: float = math.inf,
         decode_s: float = 0.0,
+        num_host_blocks: int = 0,
+        host_tokens_per_s: float = math.inf,
         faults: Faults | None = None,
     ) -> None:
         self._block_size = block_size
@@ -150,11 +176,24 @@ class SimulatedRunner:
         self._prefill_tokens_per_s = prefill_tokens_per_s
         self._decode_s = decode_s
         self._faults = faults or Faults()
-        self._ends = array("L", bytes(array("L").itemsize * num_blocks))  # per block: digest up to its last token
+        self._kept = {
+            Tier.DEVICE: [_Block(block_size) for _ in range(num_blocks)],
+            Tier.HOST: [_Block(block_size) for _ in range(num_host_blocks + 1 if num_host_blocks else 0)],
+        }
+        self._host_tokens_per_s = host_tokens_per_s
+        self._copying_s = 0.0  # the next step takes so much longer
         self._adapters: dict[str, int] = {}  # where the digest of a sequence with this adapter begins
         self._free_at_s = -math.inf
         self._num_drawn = 0
         self._rng = random.Random()  # of faults alone
+
+    def copy(self, copies: Sequence[BlockCopies]) -> None:
+        """Blocks take over what others hold. What comes back from host memory makes the next step last longer."""
+        for some in copies:
+            for source, target in zip(some.sources, some.targets, strict=True):
+                self._kept[some.target_tier][target].copy_from(self._kept[some.source_tier][source], some.num_tokens)
+            if some.source_tier is Tier.HOST:
+                self._copying_s += len(some.sources) * some.num_tokens / self._host_tokens_per_s
 
     def execute(self, batch: StepBatch) -> list[SliceResult]:
         """One result per slice, when the time of the step has passed. A probe without blocks takes none."""
@@ -184,15 +223,18 @@ class SimulatedRunner:
 
     def _read(self, one: SequenceSlice) -> int:
         """The digest of the sequence up to the slice's end; what its blocks hold is brought up to date."""
-        size, at = self._block_size, one.start
+        size, at, kept = self._block_size, one.start, self._kept[Tier.DEVICE]
         begin = 0 if one.lora is None else self._adapters[one.lora]
-        digest = self._ends[one.block_ids[(at - 1) // size]] if at else begin
+        digest = kept[one.block_ids[(at - 1) // size]].end if at else begin
         token_ids = array("i", one.token_ids)
         done = 0
         while done < len(token_ids):
-            block = one.block_ids[at // size]
-            count = min(size - at % size, len(token_ids) - done)
-            self._ends[block] = digest = zlib.crc32(token_ids[done : done + count].tobytes(), digest)
+            block, offset = kept[one.block_ids[at // size]], at % size
+            count = min(size - offset, len(token_ids) - done)
+            if not offset:
+                block.before = digest
+            block.token_ids[offset : offset + count] = token_ids[done : done + count]
+            block.end = digest = zlib.crc32(token_ids[done : done + count].tobytes(), digest)
             done += count
             at += count
         return digest
@@ -211,7 +253,8 @@ class SimulatedRunner:
 
     def _pass_time(self, batch: StepBatch) -> None:
         num_decoding = sum(len(one.token_ids) == 1 and one.start > 0 for one in batch.slices)
-        seconds = (batch.num_tokens - num_decoding) / self._prefill_tokens_per_s
+        seconds = (batch.num_tokens - num_decoding) / self._prefill_tokens_per_s + self._copying_s
+        self._copying_s = 0.0
         if num_decoding:
             seconds += self._decode_s
         now = time.monotonic()

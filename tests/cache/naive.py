@@ -39,6 +39,7 @@ class NaiveCache:
     policy: str = "lru"
     reuse_min: int | None = None
     budget: RetentionBudget = field(default_factory=lambda: RetentionBudget(0, 0))
+    num_host_blocks: int = 0
 
     def __post_init__(self) -> None:
         self.size = self.scheme.block_size
@@ -51,11 +52,21 @@ class NaiveCache:
         self.partials: set[int] = set()
         self.marks: dict[Prefix, Mark] = {}
         self.running: dict[object, Request] = {}
+        self.doubles = list(range(1, self.num_host_blocks + 1))  # of the host tier: empty, or on the device too
+        self.alone: list[int] = []
+        self.in_host: dict[Prefix, int] = {}
+        self.moves: list[tuple[str, int, int, int]] = []  # what is to be copied: where to, source, target, tokens
 
     def prefix(self, salt: str | None, tokens: Sequence[int], depth: int) -> Prefix:
         return salt, tuple(tokens[: depth * self.size])
 
     def num_hits(self, salt: str | None, tokens: Sequence[int]) -> int:
+        depth = self.num_device_hits(salt, tokens)
+        while (depth + 1) * self.size < len(tokens) and self.prefix(salt, tokens, depth + 1) in self.in_host:
+            depth += 1
+        return depth
+
+    def num_device_hits(self, salt: str | None, tokens: Sequence[int]) -> int:
         depth = 0
         while (depth + 1) * self.size < len(tokens) and self.prefix(salt, tokens, depth + 1) in self.copies:
             depth += 1
@@ -83,10 +94,11 @@ class NaiveCache:
         now: float,
         retention: Sequence[Retention] = (),
         tenant: str = "",
-    ) -> tuple[int, list[int], tuple[tuple[int, int, int], ...]] | None:
-        num_hit = self.num_hits(salt, tokens)
-        hits = [self.copies[self.prefix(salt, tokens, depth + 1)][0] for depth in range(num_hit)]
-        num_new = -(-len(tokens) // self.size) - num_hit
+    ) -> tuple[int, list[int], int] | None:
+        num_hit, num_on_device = self.num_hits(salt, tokens), self.num_device_hits(salt, tokens)
+        hits = [self.copies[self.prefix(salt, tokens, depth + 1)][0] for depth in range(num_on_device)]
+        returning = [self.prefix(salt, tokens, depth + 1) for depth in range(num_on_device, num_hit)]
+        num_new = -(-len(tokens) // self.size) - num_on_device
         num_left = len(self.order()) - sum(not self.users[block] for block in hits) - num_new
         if num_left < 0:
             return None
@@ -97,11 +109,22 @@ class NaiveCache:
             self.was_hit.add(block)
         if num_copied:
             self.use(source)
+        for prefix in returning:
+            self.alone.remove(self.in_host[prefix])
         table = hits + self.take(num_new)
         if num_copied:
+            self.moves.append(("device", source, table[num_hit], num_copied))
             self.users[source] -= 1
             if not self.users[source]:
                 self.queue_kept([source])
+        for depth, prefix in enumerate(returning, num_on_device):
+            self.moves.append(("back", self.in_host[prefix], table[depth], self.size))
+            self.doubles.append(self.in_host[prefix])
+            self.copies[prefix] = [table[depth]]
+            self.was_hit.add(table[depth])
+            if self.reuse_min is not None:
+                block_tokens = tuple(tokens[depth * self.size : (depth + 1) * self.size])
+                self.fronts.append((table[depth], self.prefix(salt, tokens, depth), block_tokens))
         for depth in range(num_hit):
             mark = self.marks.get(self.prefix(salt, tokens, depth + 1))
             if mark is None:
@@ -113,7 +136,7 @@ class NaiveCache:
         )
         self.running[name] = request
         self.mark(request, range(num_hit))
-        return num_cached, table, ((source, table[num_hit], num_copied),) if num_copied else ()
+        return num_cached, table, len(returning) * self.size
 
     def append(self, name: object, tokens: Sequence[int], now: float) -> bool:
         request = self.running[name]
@@ -127,9 +150,13 @@ class NaiveCache:
         return True
 
     def renew(self, salt: str | None, tokens: Sequence[int], now: float) -> None:
-        depths = range(self.num_hits(salt, tokens), 0, -1)
-        hits = [self.copies[self.prefix(salt, tokens, depth)][0] for depth in depths]
+        num_on_device = self.num_device_hits(salt, tokens)
+        hits = [self.copies[self.prefix(salt, tokens, depth)][0] for depth in range(num_on_device, 0, -1)]
         self.pass_time(now)
+        for depth in range(self.num_hits(salt, tokens), num_on_device, -1):
+            block = self.in_host[self.prefix(salt, tokens, depth)]
+            self.alone.remove(block)
+            self.alone.append(block)
         idle = [block for block in hits if not self.users[block]]
         for queue in self.queues.values():
             queue[:] = [block for block in queue if block not in idle]
@@ -146,6 +173,11 @@ class NaiveCache:
             if len(copies) == 1 and self.reuse_min is not None:
                 tokens = tuple(request.tokens[depth * self.size : (depth + 1) * self.size])
                 self.fronts.append((block, self.prefix(request.salt, request.tokens, depth), tokens))
+        for depth in range(start, end):
+            double = self.in_host.get(self.prefix(request.salt, request.tokens, depth + 1))
+            if double is not None:
+                (self.alone if double in self.alone else self.doubles).remove(double)
+                self.doubles.append(double)
         request.num_committed = end
         if start < min(end, request.num_prompt_blocks):
             self.mark(request, range(min(end, request.num_prompt_blocks)))
@@ -172,6 +204,8 @@ class NaiveCache:
         self.fronts.clear()
         self.partials.clear()
         self.marks.clear()
+        self.doubles, self.alone = self.doubles + self.alone, []
+        self.in_host.clear()
         return True
 
     def use(self, block: int) -> None:
@@ -182,6 +216,7 @@ class NaiveCache:
 
     def take(self, count: int) -> list[int]:
         taken = self.order()[:count]
+        evicted: list[tuple[Prefix, int]] = []
         for block in taken:
             self.use(block)
             self.was_hit.discard(block)
@@ -193,7 +228,27 @@ class NaiveCache:
                     if not copies:
                         del self.copies[prefix]
                         self.marks.pop(prefix, None)
+                        evicted.append((prefix, block))
+        self.demote(evicted)
         return taken
+
+    def demote(self, evicted: Sequence[tuple[Prefix, int]]) -> None:
+        room = len(self.doubles) + len(self.alone)
+        evicted = evicted[max(0, len(evicted) - room) :]
+        for prefix, _ in evicted:
+            if prefix in self.in_host:
+                self.doubles.remove(self.in_host[prefix])
+        places = []
+        for prefix, block in evicted:
+            if prefix not in self.in_host:
+                place = (self.doubles or self.alone).pop(0)
+                self.in_host = {name: host for name, host in self.in_host.items() if host != place}
+                self.moves.append(("out", block, place, self.size))
+                places.append((prefix, place))
+            else:
+                places.append((prefix, self.in_host[prefix]))
+        self.in_host.update(places)
+        self.alone += [place for _, place in places]
 
     def queue_kept(self, blocks: Sequence[int]) -> None:
         for block in blocks:

@@ -24,12 +24,17 @@ def run(cache: PrefixCache, name: object, tokens: Sequence[int], now: float = 0.
 
 
 class EventLog:
-    """The resident set that a reader of all events has; any step that should not happen fails."""
+    """The resident sets that a reader of all events has, by tier; any step that should not happen fails."""
 
     def __init__(self) -> None:
-        self.resident: set[int] = set()
+        self.tiers: dict[Tier, set[int]] = {tier: set() for tier in Tier}
         self.parents: dict[int, int] = {}
         self.seq = 0
+
+    @property
+    def resident(self) -> set[int]:
+        """What is on the device."""
+        return self.tiers[Tier.DEVICE]
 
     def read(self, batch: EventBatch | None) -> None:
         if batch is None:
@@ -38,32 +43,35 @@ class EventLog:
         self.seq = batch.last_seq
         for event in batch.events:
             if isinstance(event, Stored):
-                assert event.tier is Tier.DEVICE
-                parent = event.parent
+                parent, tier = event.parent, self.tiers[event.tier]
                 for key in event.keys:
-                    assert key not in self.resident, "stored twice"
-                    assert parent == 0 or parent in self.resident, "stored before its parent"
-                    self.resident.add(key)
+                    assert key not in tier, "stored twice"
+                    assert parent == 0 or any(parent in keys for keys in self.tiers.values()), (
+                        "stored before its parent"
+                    )
+                    tier.add(key)
                     self.parents[key] = parent
                     parent = key
             elif isinstance(event, Removed):
                 for key in event.keys:
-                    self.resident.remove(key)
+                    self.tiers[event.tier].remove(key)
             else:
                 assert isinstance(event, Cleared)
-                self.resident.clear()
-            # Prefix-closed between events, so a reader may stop after any of them.
-            assert all(self.parents[key] == 0 or self.parents[key] in self.resident for key in self.resident)
+                for tier in self.tiers.values():
+                    tier.clear()
+            # Prefix-closed between events, on the device and over both tiers, so a reader may stop after any of them.
+            for keys in (self.resident, self.resident | self.tiers[Tier.HOST]):
+                assert all(self.parents[key] == 0 or self.parents[key] in keys for key in keys)
 
 
-def resident_of(snapshot: Snapshot) -> set[int]:
-    """The keys of a snapshot; fails where a run comes before its parent."""
-    keys: set[int] = set()
+def resident_of(snapshot: Snapshot, tier: Tier = Tier.DEVICE) -> set[int]:
+    """The keys of a tier in a snapshot; fails where a run comes before its parent."""
+    tiers: dict[Tier, set[int]] = {tier: set() for tier in Tier}
     for run_ in snapshot.runs:
-        assert run_.parent == 0 or run_.parent in keys
-        assert not keys & set(run_.keys)
-        keys |= set(run_.keys)
-    return keys
+        assert run_.parent == 0 or any(run_.parent in keys for keys in tiers.values())
+        assert not tiers[run_.tier] & set(run_.keys)
+        tiers[run_.tier] |= set(run_.keys)
+    return tiers[tier]
 
 
 class CollidingScheme(HashScheme):

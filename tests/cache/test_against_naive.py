@@ -16,6 +16,7 @@ from hypothesis.stateful import (
 )
 
 from cache.block_hash import HashScheme
+from cache.events import Tier
 from cache.prefix_cache import PrefixCache
 from cache.retention import Retention, RetentionBudget
 from tests.cache.naive import NaiveCache
@@ -30,23 +31,35 @@ MARKS = st.lists(
 )
 
 
+def moves_of(cache: PrefixCache) -> list[tuple[str, int, int, int]]:
+    """Block by block, as the naive cache notes them."""
+    kinds = {(Tier.DEVICE, Tier.DEVICE): "device", (Tier.DEVICE, Tier.HOST): "out", (Tier.HOST, Tier.DEVICE): "back"}
+    return [
+        (kinds[copies.source_tier, copies.target_tier], source, target, copies.num_tokens)
+        for copies in cache.take_copies()
+        for source, target in zip(copies.sources, copies.targets, strict=True)
+    ]
+
+
 class CacheMachine(RuleBasedStateMachine):
     policy = "lru"
     reuse_min: int | None = None
     retention = False
     algorithm = "sha256_cbor"
+    max_host_blocks = 0
 
-    @initialize(num_blocks=st.integers(6, 16), block_size=st.sampled_from([1, 3, 4]))
-    def start(self, num_blocks: int, block_size: int) -> None:
+    @initialize(num_blocks=st.integers(6, 16), block_size=st.sampled_from([1, 3, 4]), data=st.data())
+    def start(self, num_blocks: int, block_size: int, data: st.DataObject) -> None:
+        host = data.draw(st.integers(min(1, self.max_host_blocks), self.max_host_blocks), label="host blocks")
         self.scheme = HashScheme(self.algorithm, block_size, "seed")
         budget = RetentionBudget(num_blocks // 2, num_blocks // 3)
         options: dict[str, Any] = {"policy": self.policy, "token_reuse_min": self.reuse_min, "retention": budget}
-        self.cache = PrefixCache(num_blocks, self.scheme, history_size=8, **options)
-        self.naive = NaiveCache(num_blocks, self.scheme, self.policy, self.reuse_min, budget)
+        self.cache = PrefixCache(num_blocks, self.scheme, history_size=8, num_host_blocks=host, **options)
+        self.naive = NaiveCache(num_blocks, self.scheme, self.policy, self.reuse_min, budget, host)
         self.log = EventLog()
         self.now = 0.0
         self.num_requests = 0
-        self.num_query_tokens = self.num_hit_tokens = 0
+        self.num_query_tokens = self.num_hit_tokens = self.num_host_hit_tokens = 0
 
     def name(self, number: int) -> object:
         return sorted(self.naive.running, key=str)[number % len(self.naive.running)]
@@ -65,10 +78,11 @@ class CacheMachine(RuleBasedStateMachine):
         if expected is None or admission is None:
             assert admission is expected
             return
-        assert (admission.num_cached_tokens, admission.block_ids, admission.copies) == expected
+        assert (admission.num_cached_tokens, admission.block_ids, admission.num_host_tokens) == expected
         assert match <= admission.num_cached_tokens < len(tokens)
         self.num_query_tokens += len(tokens)
         self.num_hit_tokens += admission.num_cached_tokens
+        self.num_host_hit_tokens += admission.num_host_tokens
         if commit:
             self.naive.commit(name, len(tokens))
             self.cache.commit(name, len(tokens))
@@ -125,13 +139,19 @@ class CacheMachine(RuleBasedStateMachine):
         assert cache.num_used_blocks == sum(users > 0 for users in naive.users)
         assert cache.num_cached_blocks == len(naive.copies)
         assert cache.num_retained_blocks == len(naive.marks)
-        assert [cache.stats.num_query_tokens, cache.stats.num_hit_tokens] == [
-            self.num_query_tokens,
-            self.num_hit_tokens,
-        ]
+        stats = cache.stats
+        assert stats.num_query_tokens == self.num_query_tokens
+        assert (stats.num_hit_tokens, stats.num_host_hit_tokens) == (self.num_hit_tokens, self.num_host_hit_tokens)
+        assert moves_of(cache) == naive.moves
+        naive.moves.clear()
+        assert cache.host_queue() == naive.doubles + naive.alone
+        assert set(cache.host_block_hashes()) == set(naive.in_host.values())
+        assert cache.num_host_cached_blocks == len(naive.in_host)
         self.log.read(cache.take_events())
-        assert self.log.resident == resident_of(cache.snapshot())
+        for tier, keys in self.log.tiers.items():
+            assert keys == resident_of(cache.snapshot(), tier)
         assert len(self.log.resident) == len(naive.copies)
+        assert len(self.log.tiers[Tier.HOST]) == len(naive.in_host)
         assert cache.last_seq == cache.snapshot().seq == self.log.seq
 
 
@@ -155,8 +175,25 @@ class EverythingMachine(CacheMachine):
     algorithm = "xxhash_cbor"
 
 
+class HostTierMachine(CacheMachine):
+    max_host_blocks = 20
+
+
+class EverythingInTwoTiersMachine(EverythingMachine):
+    max_host_blocks = 12
+
+
 @pytest.mark.parametrize(
-    "machine", [CacheMachine, SegmentedMachine, RetentionMachine, TokenReuseMachine, EverythingMachine]
+    "machine",
+    [
+        CacheMachine,
+        SegmentedMachine,
+        RetentionMachine,
+        TokenReuseMachine,
+        EverythingMachine,
+        HostTierMachine,
+        EverythingInTwoTiersMachine,
+    ],
 )
 def test_the_cache_agrees_with_the_naive_one_after_every_step(machine: type[CacheMachine]) -> None:
     run_state_machine_as_test(

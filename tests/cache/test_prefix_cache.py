@@ -299,8 +299,8 @@ def test_a_hit_never_returns_a_block_that_was_written_for_another_prefix() -> No
         tokens = [rng.randrange(2) for _ in range(rng.randrange(1, 24))]
         admission = cache.admit(step, chain(tokens), step)
         assert admission is not None
-        for copy in admission.copies:
-            written[copy.target] = written[copy.source][: copy.num_tokens]
+        for copy in cache.take_copies():
+            written[copy.targets[0]] = written[copy.sources[0]][: copy.num_tokens]
         cached = admission.num_cached_tokens
         for position in range(cached):
             front = tokens[: position + 1]

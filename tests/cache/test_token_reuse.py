@@ -3,7 +3,7 @@
 import pytest
 
 from cache.block_hash import HashScheme, extra_keys
-from cache.prefix_cache import PrefixCache, SlotCopy
+from cache.prefix_cache import BlockCopies, PrefixCache
 from tests.cache.support import SCHEME, chain, run
 
 
@@ -31,7 +31,7 @@ def test_the_partial_last_block_of_a_request_that_ended_is_found() -> None:
     admission = cache.admit(1, chain([1, 2, 3, 4, 5, 6, 9, 9]))
     assert admission is not None
     assert admission.num_cached_tokens == 6
-    assert admission.copies == (SlotCopy(source=2, target=admission.block_ids[1], num_tokens=2),)
+    assert cache.take_copies() == [BlockCopies([2], [admission.block_ids[1]], num_tokens=2)]
     assert cache.match(chain([1, 2, 3, 4, 5, 6, 9, 9])) == 4, "predictions compare blocks only"
     cache.check_invariants()
 
@@ -83,7 +83,7 @@ def test_it_never_evicts_to_make_room() -> None:
     # All three blocks are needed: the one that could be copied from is among them.
     admission = cache.admit(1, chain([0, 1, 2, *[9] * 9]))
     assert admission is not None
-    assert (admission.num_cached_tokens, admission.copies) == (0, ())
+    assert (admission.num_cached_tokens, cache.take_copies()) == (0, [])
     cache.check_invariants()
 
 
@@ -92,9 +92,9 @@ def test_the_source_is_not_given_to_the_request_that_copies_it() -> None:
     run(cache, 0, range(16))
     admission = cache.admit(1, chain([0, 1, 2, *[9] * 8]))
     assert admission is not None
-    (copy,) = admission.copies
-    assert copy.source not in admission.block_ids
-    assert (copy.target, copy.num_tokens) == (admission.block_ids[0], 3)
+    (copy,) = cache.take_copies()
+    assert copy.sources[0] not in admission.block_ids
+    assert (copy.targets, copy.num_tokens) == ([admission.block_ids[0]], 3)
 
 
 def test_a_preempted_request_leaves_no_partial_block_behind() -> None:

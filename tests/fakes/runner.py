@@ -11,8 +11,10 @@ import json
 import threading
 import time
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
+from cache.events import Tier
+from cache.prefix_cache import BlockCopies
 from worker.batch import SequenceSlice, SliceResult, StepBatch, TokenLogprobs
 from worker.config import WorkerConfig
 from worker.main import Loader
@@ -39,6 +41,7 @@ class FakeRunner:
         eos_token_id: int = 2,
         step_s: float = 0.0,
         poison: Callable[[SequenceSlice], str | None] = lambda _: None,
+        num_host_blocks: int = 0,
     ) -> None:
         self.block_size = block_size
         self.vocab_size = vocab_size
@@ -46,6 +49,7 @@ class FakeRunner:
         self.step_s = step_s
         self.poison = poison  # a message: this slice fails; one that begins with "raise": the whole step does
         self.slots = [0] * (num_blocks * block_size)
+        self.tiers = {Tier.DEVICE: self.slots, Tier.HOST: [0] * ((num_host_blocks + 1) * block_size)}
         self.batches: list[list[tuple[str, int, int]]] = []  # per step: (request id, start, tokens)
         self.adapters: set[str] = set()
         self.dead = False
@@ -56,6 +60,13 @@ class FakeRunner:
 
     def remove_adapter(self, adapter: str) -> None:
         self.adapters.remove(adapter)
+
+    def copy(self, copies: Sequence[BlockCopies]) -> None:
+        for some in copies:
+            for source, target in zip(some.sources, some.targets, strict=True):
+                base, into = source * self.block_size, target * self.block_size
+                kept = self.tiers[some.source_tier][base : base + some.num_tokens]
+                self.tiers[some.target_tier][into : into + some.num_tokens] = kept
 
     def execute(self, batch: StepBatch) -> list[SliceResult]:
         if self.dead:
@@ -69,11 +80,6 @@ class FakeRunner:
         for error in errors:
             if error is not None and error.startswith("raise"):
                 raise RuntimeError(error)
-        for one in batch.slices:
-            for source, target, count in one.copies:
-                base, into = source * self.block_size, target * self.block_size
-                self.slots[into : into + count] = self.slots[base : base + count]
-            one.copies = ()  # done once, whether or not the step is repeated in parts
         return [
             self._slice(one) if error is None else SliceResult(error=error)
             for one, error in zip(batch.slices, errors, strict=True)

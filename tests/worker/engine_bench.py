@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from cache.block_hash import HashScheme
-from cache.events import Cleared, EventBatch, Removed, Stored
+from cache.events import Cleared, EventBatch, Removed, Stored, Tier
 from cache.prefix_cache import PrefixCache
 from tests.fakes.runner import FakeRunner, fake_tokenizer_json
 from worker.batch import SamplingParams
@@ -64,11 +64,18 @@ class Bench:
         max_queue: int = 1000,
         caching: bool = True,
         token_reuse_min: int | None = None,
+        num_host_blocks: int = 0,
     ) -> None:
-        self.cache = PrefixCache(num_blocks + 1, HashScheme(block_size=BLOCK), caching, token_reuse_min=token_reuse_min)
-        self.runner = runner or FakeRunner(num_blocks + 1, BLOCK)
+        self.cache = PrefixCache(
+            num_blocks + 1,
+            HashScheme(block_size=BLOCK),
+            caching,
+            token_reuse_min=token_reuse_min,
+            num_host_blocks=num_host_blocks,
+        )
+        self.runner = runner or FakeRunner(num_blocks + 1, BLOCK, num_host_blocks=num_host_blocks)
         self.reports: list[StepReport] = []
-        self.resident: set[int] = set()
+        self.resident: set[tuple[Tier, int]] = set()
         self.deaths: list[BaseException] = []
         self.engine = Engine(
             runner=self.runner,
@@ -87,9 +94,9 @@ class Bench:
     def _apply(self, batch: EventBatch | None) -> None:
         for event in batch.events if batch else ():
             if isinstance(event, Stored):
-                self.resident.update(event.keys)
+                self.resident.update((event.tier, key) for key in event.keys)
             elif isinstance(event, Removed):
-                self.resident.difference_update(event.keys)
+                self.resident.difference_update((event.tier, key) for key in event.keys)
             elif isinstance(event, Cleared):
                 self.resident.clear()
 
@@ -109,7 +116,7 @@ class Bench:
         self.cache.check_invariants()
         assert self.cache.num_used_blocks == 0
         self._apply(self.cache.take_events())
-        assert self.resident == {key for run in self.cache.snapshot().runs for key in run.keys}
+        assert self.resident == {(run.tier, key) for run in self.cache.snapshot().runs for key in run.keys}
 
 
 @contextmanager

@@ -5,6 +5,7 @@ import random
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -81,7 +82,7 @@ async def test_the_ending_names_the_blocks_that_output_tokens_completed() -> Non
         assert answer.ending is not None
         assert answer.ending.output_keys == bench.cache.scheme.keys(ids)[len(PROMPT) // BLOCK :]
         assert answer.ending.last_event_seq == bench.cache.last_seq
-        assert set(answer.ending.output_keys) <= bench.resident
+        assert set(answer.ending.output_keys) <= {key for _, key in bench.resident}
 
 
 async def test_choices_share_the_prompt_and_draw_apart() -> None:
@@ -341,16 +342,20 @@ async def fuzz(bench: Bench, alone: Bench, load: Load, num_requests: int, in_fli
         assert outcome(answer, num_choices) == outcome(reference, num_choices), requests[index]
 
 
-@pytest.mark.parametrize("token_reuse_min", [None, 1])
-async def test_a_crowd_of_random_requests_gets_the_answers_of_requests_alone(token_reuse_min: int | None) -> None:
+@pytest.mark.parametrize(("token_reuse_min", "num_host_blocks"), [(None, 0), (1, 0), (None, 4), (1, 30)])
+async def test_a_crowd_of_random_requests_gets_the_answers_of_requests_alone(
+    token_reuse_min: int | None, num_host_blocks: int
+) -> None:
     load = Load(random.Random(11), 1000, 90)
-    with running(Bench(num_blocks=12, max_num_seqs=8, budget=40, token_reuse_min=token_reuse_min)) as bench:
+    cache: dict[str, Any] = {"token_reuse_min": token_reuse_min, "num_host_blocks": num_host_blocks}
+    with running(Bench(num_blocks=12, max_num_seqs=8, budget=40, **cache)) as bench:
         with running(Bench(max_num_seqs=3, caching=False)) as alone:
             await fuzz(bench, alone, load, 300, 20)
         while bench.engine.snapshot().num_used_blocks or bench.engine.snapshot().waiting:
             await asyncio.sleep(0.01)
     assert sum(report.num_preemptions for report in bench.reports) > 0
     assert sum(one.num_cached_tokens for report in bench.reports for one in report.admitted) > 0
+    assert bool(num_host_blocks) == any(one.num_host_tokens for report in bench.reports for one in report.admitted)
     bench.check_all_is_free()
 
 
@@ -361,17 +366,18 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     yield write_folder(random_model("llama", num_hidden_layers=2), tmp_path_factory.mktemp("tiny"))
 
 
-@pytest.mark.parametrize("token_reuse_min", [None, 2])
+@pytest.mark.parametrize(("token_reuse_min", "num_host_blocks"), [(None, 0), (2, 0), (2, 20)])
 async def test_in_deterministic_mode_a_real_model_gives_the_same_in_a_crowd_as_alone(
-    tiny_model: Path, token_reuse_min: int | None
+    tiny_model: Path, token_reuse_min: int | None, num_host_blocks: int
 ) -> None:
     from tests.worker.tiny_models import runner_of
 
-    def runner(num_blocks: int) -> Runner:
-        return runner_of(tiny_model, mode="deterministic", num_blocks=num_blocks + 1)
+    def runner(num_blocks: int, num_host_blocks: int = 0) -> Runner:
+        return runner_of(tiny_model, mode="deterministic", num_blocks=num_blocks + 1, num_host_blocks=num_host_blocks)
 
     load = Load(random.Random(12), 301, 80)
-    crowded = Bench(runner(12), num_blocks=12, max_num_seqs=8, budget=40, token_reuse_min=token_reuse_min)
+    cache: dict[str, Any] = {"token_reuse_min": token_reuse_min, "num_host_blocks": num_host_blocks}
+    crowded = Bench(runner(12, num_host_blocks), num_blocks=12, max_num_seqs=8, budget=40, **cache)
     with running(crowded) as bench:
         with running(Bench(runner(64), max_num_seqs=3, caching=False)) as alone:
             await fuzz(bench, alone, load, 100, 12)
@@ -379,6 +385,7 @@ async def test_in_deterministic_mode_a_real_model_gives_the_same_in_a_crowd_as_a
             await asyncio.sleep(0.01)
     assert sum(report.num_preemptions for report in bench.reports) > 0
     assert sum(one.num_cached_tokens for report in bench.reports for one in report.admitted) > 0
+    assert bool(num_host_blocks) == any(one.num_host_tokens for report in bench.reports for one in report.admitted)
     bench.check_all_is_free()
 
 

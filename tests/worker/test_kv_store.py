@@ -4,21 +4,31 @@ import pytest
 import torch
 from torch import Tensor
 
+from cache.events import Tier
+from cache.prefix_cache import BlockCopies
 from worker.kv_store import KVStore, kv_format
 
 CPU = torch.device("cpu")
 STEPS = {"int8": 1 / 127, "fp8": 32 / 448}  # between neighbours near the largest number, as shares of it
 
 
-def store_of(kept: str, dtype: torch.dtype = torch.float32, num_layers: int = 1) -> KVStore:
+def store_of(
+    kept: str,
+    dtype: torch.dtype = torch.float32,
+    num_layers: int = 1,
+    num_blocks: int = 5,
+    num_host_blocks: int = 0,
+    device: torch.device = CPU,
+) -> KVStore:
     return KVStore(
         num_layers=num_layers,
-        num_blocks=5,
+        num_blocks=num_blocks,
+        num_host_blocks=num_host_blocks,
         block_size=8,
         num_kv_heads=2,
         head_dim=16,
         dtype=dtype,
-        device=CPU,
+        device=device,
         kept=kv_format(kept, dtype),
     )
 
@@ -90,7 +100,7 @@ def test_copied_slots_hold_the_same_numbers_in_every_layer_and_the_rest_is_left_
     slots, source, target = torch.arange(8, 16), torch.tensor([1]), torch.tensor([3])
     for layer in range(2):
         store.write(layer, slots, torch.randn(8, 2, 16) * 10, torch.randn(8, 2, 16))
-    store.copy_slots([(1, 3, 5)])
+    store.copy([BlockCopies([1], [3], 5)])
     for both in store.layers:
         for pages in both:
             assert torch.equal(pages.blocks(target)[0, :5], pages.blocks(source)[0, :5])
@@ -98,6 +108,74 @@ def test_copied_slots_hold_the_same_numbers_in_every_layer_and_the_rest_is_left_
             assert not pages.blocks(target)[0, 5:].any()
     store.zero(slots)
     assert not any(pages.blocks(source).any() for both in store.layers for pages in both)
+
+
+DEVICES = [
+    CPU,
+    pytest.param(torch.device("cuda"), marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA here")),
+]
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("kept", ["auto", "int8", "fp8"])
+def test_under_churn_blocks_keep_every_bit_through_host_memory(kept: str, device: torch.device) -> None:
+    """Random copies both ways and writes between them; each block must hold what a plain list of tensors holds."""
+    store = store_of(kept, num_layers=2, num_blocks=12, num_host_blocks=20, device=device)
+    assert store.host is not None
+    random = torch.Generator().manual_seed(5)
+    on_device = {block: bits(store, block) for block in range(1, 12)}
+    in_host: dict[int, list[Tensor]] = {}
+
+    def some(of: range | list[int], count: int) -> list[int]:
+        return [of[index] for index in torch.randperm(len(of), generator=random)[:count].tolist()]
+
+    for step in range(300):
+        sources, places = some(range(1, 12), 4), some(range(1, 21), 4)
+        places[3] = places[0] if step % 7 == 0 else places[3]  # twice in one batch: the later one stays
+        copies = [BlockCopies(sources, places, 8, Tier.DEVICE, Tier.HOST)]
+        in_host |= {place: on_device[source] for source, place in zip(sources, places, strict=True)}
+        back, targets = some(list(in_host), 3), some(range(1, 12), 3)
+        targets = targets[: len(back)]
+        copies.append(BlockCopies(back, targets, 8, Tier.HOST, Tier.DEVICE))
+        on_device |= {target: in_host[place] for place, target in zip(back, targets, strict=True)}
+        store.copy(copies)
+        written = some(range(1, 12), 2)
+        for block in written:
+            slots = torch.arange(block * 8, block * 8 + 8, device=device)
+            for layer in range(2):
+                numbers = torch.randn(2, 8, 2, 16, generator=random).to(device)
+                store.write(layer, slots, numbers[0], numbers[1])
+            on_device[block] = bits(store, block)
+        for block, held in on_device.items():
+            assert all(torch.equal(one, two) for one, two in zip(bits(store, block), held, strict=True)), block
+
+
+def bits(store: KVStore, block: int) -> list[Tensor]:
+    return [one[:, :, block].cpu().clone() for one in store._tensors]
+
+
+def test_more_blocks_than_a_buffer_holds_are_copied_in_parts() -> None:
+    store = store_of("auto", num_layers=1, num_blocks=12, num_host_blocks=11)
+    assert store.host is not None
+    store.host._at_once = 3
+    before = torch.randn(96, 2, 16)
+    store.write(0, torch.arange(96), before, before)
+    blocks = list(range(1, 12))
+    store.copy([BlockCopies(blocks, blocks[::-1], 8, Tier.DEVICE, Tier.HOST)])
+    store.zero(torch.arange(96))
+    store.copy([BlockCopies(blocks[::-1], blocks, 8, Tier.HOST, Tier.DEVICE)])
+    assert torch.equal(store.layers[0][0].blocks(torch.arange(1, 12)).flatten(0, 1), before[8:])
+
+
+def test_the_speed_of_host_memory_is_measured_and_leaves_blocks_as_they_are() -> None:
+    store = store_of("int8", num_blocks=12, num_host_blocks=4)
+    assert store.host is not None
+    numbers = torch.randn(96, 2, 16)
+    store.write(0, torch.arange(96), numbers, numbers)
+    before = [bits(store, block) for block in range(12)]
+    assert store.host.blocks_per_s() > 0
+    for block, held in enumerate(before):
+        assert all(torch.equal(one, two) for one, two in zip(bits(store, block), held, strict=True))
 
 
 def test_one_byte_per_number_and_two_per_head_hold_nearly_twice_the_tokens() -> None:

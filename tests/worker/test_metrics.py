@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 from array import array
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -12,7 +13,7 @@ from worker.metrics import SETTLING_S, HitWindow, WorkerMetrics
 
 
 class Bench:
-    def __init__(self, *, compat: bool = False, **stats: Any) -> None:
+    def __init__(self, *, compat: bool = False, host_tokens_per_s: float = 0.0, **stats: Any) -> None:
         self.view = EngineSnapshot(
             num_blocks=100,
             num_used_blocks=25,
@@ -20,10 +21,20 @@ class Bench:
             prefill_tokens_per_s=100.0,
             stats=CacheStats(**stats),
         )
-        self.metrics = WorkerMetrics(view=lambda: self.view, now=0.0, compat=compat)
+        self.metrics = WorkerMetrics(
+            view=lambda: self.view, now=0.0, compat=compat, host_tokens_per_s=host_tokens_per_s
+        )
 
-    def admit(self, num_tokens: int, num_cached: int, now: float, *, synthetic: bool = False) -> None:
-        one = Admitted(queue_s=0.1, num_prompt_tokens=num_tokens, num_cached_tokens=num_cached, synthetic=synthetic)
+    def admit(
+        self, num_tokens: int, num_cached: int, now: float, *, synthetic: bool = False, num_host: int = 0
+    ) -> None:
+        one = Admitted(
+            queue_s=0.1,
+            num_prompt_tokens=num_tokens,
+            num_cached_tokens=num_cached,
+            synthetic=synthetic,
+            num_host_tokens=num_host,
+        )
         self.metrics.observe(StepReport(admitted=[one]), now)
 
     def value(self, name: str, **labels: str) -> float | None:
@@ -38,6 +49,20 @@ def test_hits_are_tokens_not_computed_and_save_time_at_the_learned_speed() -> No
     assert bench.value("warmfront_worker_prefix_cache_hits_tokens_total", tier="device") == 80
     assert bench.value("warmfront_worker_prefill_seconds_saved_total") == pytest.approx(0.8)
     assert bench.value("warmfront_worker_queue_seconds_count") == 2
+
+
+def test_hits_from_host_memory_are_told_apart_and_save_less() -> None:
+    bench = Bench(host_tokens_per_s=200.0)
+    assert bench.value("warmfront_worker_prefix_cache_hits_tokens_total", tier="host") == 0
+    bench.admit(100, 80, 1.0, num_host=50)
+    assert bench.value("warmfront_worker_prefix_cache_hits_tokens_total", tier="device") == 30
+    assert bench.value("warmfront_worker_prefix_cache_hits_tokens_total", tier="host") == 50
+    assert bench.value("warmfront_worker_prefill_seconds_saved_total") == pytest.approx(0.8 - 0.25)
+    assert bench.metrics.hit_rates(1.0).last_minute == pytest.approx(0.8)
+    assert bench.value("warmfront_worker_kv_blocks", state="host_total") is None
+    bench.view = replace(bench.view, num_host_blocks=9, num_host_cached_blocks=4)
+    assert bench.value("warmfront_worker_kv_blocks", state="host_total") == 9
+    assert bench.value("warmfront_worker_kv_blocks", state="host_cached") == 4
 
 
 def test_synthetic_traffic_is_kept_apart() -> None:

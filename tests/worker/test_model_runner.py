@@ -7,6 +7,8 @@ from typing import Any
 import pytest
 import torch
 
+from cache.events import Tier
+from cache.prefix_cache import BlockCopies
 from tests.worker.tiny_models import CPU, GREEDY, logits_of, random_model, runner_of, slice_of, write_folder
 from worker.batch import SamplingParams, StepBatch
 from worker.loading import load_model
@@ -48,10 +50,22 @@ def test_cold_warm_chunked_and_mixed_runs_are_bit_identical_in_deterministic_mod
 def test_blocks_copied_in_a_step_serve_as_if_they_had_been_computed(folder: Path, kv_cache_dtype: str) -> None:
     runner = runner_of(folder, mode="deterministic", block_size=16, kv_cache_dtype=kv_cache_dtype)
     cold = logits_of(runner, PROMPT[:28])  # blocks 1 and 2
-    slices = [slice_of(PROMPT[26:28], 26, [1, 9], copies=[(2, 9, 10)])]
-    results = runner.execute(StepBatch(slices=[slice_of(PROMPT[26:28], 26, [1, 9], GREEDY, copies=[(2, 9, 10)])]))
+    runner.copy([BlockCopies([2], [9], 10)])
+    results = runner.execute(StepBatch(slices=[slice_of(PROMPT[26:28], 26, [1, 9], GREEDY)]))
     assert results[0].token_id == int(cold[-1].argmax())
-    assert torch.equal(runner.all_logits(StepBatch(slices=slices)), cold[26:])
+    assert torch.equal(runner.all_logits(StepBatch(slices=[slice_of(PROMPT[26:28], 26, [1, 9])])), cold[26:])
+
+
+@pytest.mark.parametrize("kv_cache_dtype", ["auto", "int8", "fp8"])
+def test_blocks_that_were_in_host_memory_serve_bit_for_bit_as_before(folder: Path, kv_cache_dtype: str) -> None:
+    runner = runner_of(folder, mode="deterministic", block_size=16, kv_cache_dtype=kv_cache_dtype, num_host_blocks=3)
+    assert runner.host_tokens_per_s() > 0
+    cold = logits_of(runner, PROMPT[:36])  # blocks 1 to 3
+    runner.copy([BlockCopies([2, 1], [3, 1], 16, Tier.DEVICE, Tier.HOST)])
+    logits_of(runner, PROMPT[100:136])  # the same blocks, overwritten
+    runner.copy([BlockCopies([1, 3], [7, 5], 16, Tier.HOST, Tier.DEVICE)])
+    warm = runner.all_logits(StepBatch(slices=[slice_of(PROMPT[32:36], 32, [7, 5, 9])]))
+    assert torch.equal(warm, cold[32:])
 
 
 def test_a_chunk_that_draws_nothing_has_an_empty_result(folder: Path) -> None:

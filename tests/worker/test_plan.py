@@ -3,7 +3,7 @@
 import pytest
 
 from worker.models.config import ModelConfig
-from worker.plan import GIB, PlanError, activation_bytes, describe, plan_blocks, plan_cpu, plan_device
+from worker.plan import GIB, PlanError, activation_bytes, check_host_room, describe, plan_blocks, plan_cpu, plan_device
 
 SMOLLM2 = ModelConfig(
     architecture="LlamaForCausalLM",
@@ -55,6 +55,15 @@ def test_no_room_is_an_error_that_says_what_to_change() -> None:
         device(1.2)
     with pytest.raises(PlanError, match="at least 2"):
         plan_blocks(num_blocks=1, kv_bytes_per_token=1, block_size=16)
+
+
+def test_a_plan_tells_of_host_memory_and_refuses_more_than_the_machine_has() -> None:
+    plan = plan_blocks(num_blocks=101, kv_bytes_per_token=2**20, block_size=16)
+    (row,) = [line for line in describe(plan, num_host_blocks=400).splitlines() if line.startswith("host memory")]
+    assert row.split() == ["host", "memory", "6.27", "GiB", "401", "6,400", "1"]
+    assert "host memory" not in describe(plan)
+    with pytest.raises(PlanError, match=r"--host-kv-blocks 400 takes 6.25 GiB, this machine has 5.00 GiB: 320 blocks"):
+        check_host_room(400, 16 * 2**20, 5 * GIB)
 
 
 def test_kv_bytes_per_token_match_known_models() -> None:

@@ -28,6 +28,7 @@ class Bench:
     max_queue: int = 100
     caching: bool = True
     token_reuse_min: int | None = None
+    num_host_blocks: int = 0
     now: float = 0.0
     outputs: dict[str, list[int]] = field(default_factory=dict)
     wanted: dict[str, int] = field(default_factory=dict)
@@ -36,10 +37,15 @@ class Bench:
     def __post_init__(self) -> None:
         self.scheme = HashScheme(block_size=BLOCK)
         self.cache = PrefixCache(
-            self.num_blocks + 1, self.scheme, self.caching, token_reuse_min=self.token_reuse_min, policy="lru"
+            self.num_blocks + 1,
+            self.scheme,
+            self.caching,
+            token_reuse_min=self.token_reuse_min,
+            policy="lru",
+            num_host_blocks=self.num_host_blocks,
         )
         self.scheduler = Scheduler(self.cache, Limits(self.max_num_seqs, self.budget, self.max_queue))
-        self.runner = FakeRunner(self.num_blocks + 1, BLOCK, vocab_size=50)
+        self.runner = FakeRunner(self.num_blocks + 1, BLOCK, vocab_size=50, num_host_blocks=self.num_host_blocks)
 
     def add(self, name: str, tokens: list[int], num_output: int, *, priority: int = 0, **more: object) -> Choice:
         choice = Choice(
@@ -63,6 +69,7 @@ class Bench:
         self.now += 1
         step = self.scheduler.schedule(self.now)
         assert sum(len(piece.token_ids) for piece in step.slices) <= self.budget
+        self.runner.copy(self.cache.take_copies())
         results = self.runner.execute(StepBatch(slices=step.slices))
         for choice, piece, result in zip(step.choices, step.slices, results, strict=True):
             self.scheduler.computed(choice, piece)
@@ -275,12 +282,26 @@ def test_end_tokens_are_forbidden_until_min_tokens_are_there() -> None:
     budget=st.integers(6, 40),
     caching=st.booleans(),
     token_reuse_min=st.sampled_from([None, 1, 2]),
+    num_host_blocks=st.sampled_from([0, 3, 20]),
 )
 def test_whatever_comes_everything_ends_with_the_answer_of_a_run_alone(
-    seed: int, num_blocks: int, max_num_seqs: int, budget: int, caching: bool, token_reuse_min: int | None
+    seed: int,
+    num_blocks: int,
+    max_num_seqs: int,
+    budget: int,
+    caching: bool,
+    token_reuse_min: int | None,
+    num_host_blocks: int,
 ) -> None:
     rng = random.Random(seed)
-    bench = Bench(num_blocks, max_num_seqs, budget, caching=caching, token_reuse_min=token_reuse_min)
+    bench = Bench(
+        num_blocks,
+        max_num_seqs,
+        budget,
+        caching=caching,
+        token_reuse_min=token_reuse_min,
+        num_host_blocks=num_host_blocks,
+    )
     capacity = num_blocks * BLOCK
     trunks = [[rng.randrange(50) for _ in range(rng.randint(1, 20))] for _ in range(3)]
     prompts: dict[str, tuple[list[int], int]] = {}

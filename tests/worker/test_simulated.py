@@ -18,7 +18,8 @@ import redis
 from warmfront_pb.v1 import common_pb2, inference_pb2, worker_pb2, worker_pb2_grpc
 
 from cache.block_hash import HashScheme
-from cache.prefix_cache import PrefixCache
+from cache.events import Tier
+from cache.prefix_cache import BlockCopies, PrefixCache
 from worker.batch import SamplingParams, SequenceSlice, StepBatch
 from worker.config import ConfigError, WorkerConfig
 from worker.detokenizer import TokenTable
@@ -44,10 +45,10 @@ def runner(num_blocks: int = 64, **settings: float | Faults) -> SimulatedRunner:
 class Replica:
     """A scheduler, a cache and a simulated runner, stepped by hand."""
 
-    def __init__(self, step_tokens: int = 64) -> None:
-        self.cache = PrefixCache(64, SCHEME)
+    def __init__(self, step_tokens: int = 64, **cache: int) -> None:
+        self.cache = PrefixCache(64, SCHEME, num_host_blocks=99, **cache)  # type: ignore[arg-type]
         self.scheduler = Scheduler(self.cache, Limits(max_num_seqs=4, max_num_batched_tokens=step_tokens, max_queue=99))
-        self.runner = runner()
+        self.runner = runner(num_host_blocks=99)
 
     def answer(self, prompts: list[list[int]], count: int, *, seed: int = 7) -> list[list[int]]:
         choices = [
@@ -67,6 +68,7 @@ class Replica:
             self.scheduler.add(choice)
         while self.scheduler.has_work:
             step = self.scheduler.schedule(0)
+            self.runner.copy(self.cache.take_copies())
             results = self.runner.execute(StepBatch(slices=step.slices))
             for choice, piece, result in zip(step.choices, step.slices, results, strict=True):
                 self.scheduler.computed(choice, piece)
@@ -86,6 +88,27 @@ def test_warm_chunked_and_batched_answers_equal_the_cold_one() -> None:
     assert replica.answer([[5] * 20, PROMPT, PROMPT[:-1]], 12)[1] == cold
     assert replica.cache.match(SCHEME.chain(PROMPT)) == 32
     assert replica.answer([PROMPT], 12) == [cold]
+
+
+def test_blocks_from_host_memory_and_fronts_of_blocks_give_the_same_answer() -> None:
+    (cold,) = Replica().answer([PROMPT], 12)
+    replica = Replica(token_reuse_min=1)
+    assert replica.answer([[*PROMPT[:29], 7, 7]], 12) != [cold]
+    assert replica.answer([PROMPT], 12) == [cold]
+    assert replica.cache.stats.num_copied_tokens == 5
+    for number in range(4):
+        replica.answer([[number] * 200], 4)
+    assert replica.answer([PROMPT], 12) == [cold]
+    assert replica.cache.stats.num_host_hit_tokens > 0
+
+
+def test_tokens_from_host_memory_take_their_own_time() -> None:
+    fast = runner(num_host_blocks=9, prefill_tokens_per_s=1e9, host_tokens_per_s=160)
+    out = BlockCopies([5], [3], 8, Tier.DEVICE, Tier.HOST)
+    fast.copy([BlockCopies([1, 2], [3, 4], 8, Tier.HOST, Tier.DEVICE), out])
+    began = time.monotonic()
+    fast.execute(StepBatch(slices=[piece()]))
+    assert time.monotonic() - began >= 0.1
 
 
 def test_an_answer_continued_from_its_delivered_tokens_equals_the_uninterrupted_one() -> None:

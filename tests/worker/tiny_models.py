@@ -60,6 +60,7 @@ def runner_of(
     attention: str = "auto",
     kv_cache_dtype: str = "auto",
     cpu_kernel: bool = True,
+    num_host_blocks: int = 0,
 ) -> ModelRunner:
     loaded = load_model(path, dtype=dtype, device=CPU)
     return ModelRunner(
@@ -70,6 +71,7 @@ def runner_of(
         attention=attention,
         kv_cache_dtype=kv_cache_dtype,
         cpu_kernel=cpu_kernel,
+        num_host_blocks=num_host_blocks,
     )
 
 
