@@ -19,7 +19,7 @@ import redis.asyncio as redis_asyncio
 from redis.exceptions import RedisError
 from warmfront_pb.v1 import common_pb2
 
-from cache.events import EventBatch, EventDecodeError, Malformed, Snapshot, decode_batch, decode_snapshot
+from cache.events import EventBatch, EventDecodeError, Malformed, Snapshot, Tier, decode_batch, decode_snapshot
 from cache.prefix_index import Outcome, PrefixIndex
 from router.metrics import RouterMetrics
 from router.registry import FleetKeys
@@ -127,11 +127,12 @@ class IndexMirror:
         feed.behind = None
         if last_seq < applied:
             return  # the lease is older than the last events
-        held = self.index.num_blocks(lease.replica)
-        if held == lease.cache.resident_hashes:
+        held = [self.index.num_blocks(lease.replica, tier) for tier in Tier]
+        resident = [lease.cache.resident_hashes, lease.cache.host_kv_blocks_cached]
+        if held == resident:
             feed.num_tries = 0
         else:
-            reason = f"the index holds {held} blocks, the replica {lease.cache.resident_hashes}"
+            reason = f"the index holds {held} blocks (device, host), the replica {resident}"
             self._need_snapshot(feed, applied, reason)
 
     async def run(self) -> None:

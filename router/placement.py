@@ -14,9 +14,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+from cache.events import Tier
 from cache.prefix_index import Depths, PrefixIndex
 from router.load import LoadBook, Ticket
-from router.policy import POLICIES, Ask, Candidate, Decision, Policy, choose
+from router.policy import POLICIES, USUAL_HOST_TOKEN_COST, Ask, Candidate, Decision, Policy, choose
 
 _AFFINITY_BLOCKS = 16  # the front that consistent_hash keeps together
 
@@ -37,6 +38,8 @@ class CacheView(Protocol):
     prefix_caching: bool
     kv_blocks: int
     lru_age_s: float
+    host_kv_blocks: int
+    host_tokens_per_s: float
 
 
 @dataclass(slots=True)
@@ -176,6 +179,8 @@ class Placement:
             depths[name] = depth
             matched = min(depth, most) if cache.prefix_caching else 0
             free_blocks = cache.kv_blocks - self._index.num_blocks(name) - len(load.pending)
+            if cache.host_kv_blocks:  # what leaves the device is lost only when host memory is full too
+                free_blocks += cache.host_kv_blocks - self._index.num_blocks(name, Tier.HOST)
             candidates.append(
                 Candidate(
                     replica=name,
@@ -186,6 +191,7 @@ class Placement:
                     waiting_requests=load.waiting_requests + load.held_requests,
                     in_flight=load.in_flight + load.foreign_requests,
                     since_progress_s=load.since_progress_s(now),
+                    host_token_cost=_host_token_cost(cache, load.speed),
                     speed=load.speed,
                     free_tokens=max(0, free_blocks) * block_size,
                     lru_age_s=cache.lru_age_s,
@@ -217,3 +223,8 @@ class Placement:
         homes.append(replica)
         if len(self._recent) > _MAX_RECENT:
             self._recent.popitem(last=False)
+
+
+def _host_token_cost(cache: CacheView, speed: float) -> float:
+    """What one token's KV costs that comes back from host memory, in tokens computed there."""
+    return speed / cache.host_tokens_per_s if cache.host_tokens_per_s > 0 else USUAL_HOST_TOKEN_COST

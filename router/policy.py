@@ -5,10 +5,10 @@ for me and once for each request it delays, and what my blocks push out of its c
 
     cost(r) = wait(r) + (1 + L(r)) * miss(r) + 2 * displaced(r)
 
-    miss(r)       prompt tokens not matched, and a tenth of those that lie in host memory alone / speed(r)
+    miss(r)       prompt tokens not matched / speed(r), and those in host memory alone / how fast they come back
     wait(r)       tokens charged to requests without a first token / speed(r), less the time since r's last progress
     L(r)          requests without a first token
-    displaced(r)  tokens r must evict for the missing ones / speed(r) * min(4, mean age / age(r))
+    displaced(r)  tokens r must lose for the missing ones / speed(r) * min(4, mean age / age(r))
 
 An idle replica takes a copy cheaply, so bursts and hot prefixes spread; a busy one is given no repeat work, so nothing
 replicates under load. No threshold of load or of heat decides; the one band is for noise: idle replicas within 1.5
@@ -22,9 +22,9 @@ from dataclasses import dataclass, field
 
 DISPLACEMENT_WEIGHT = 2.0  # flat from 1 to 4 in simulation
 _MAX_AGE_RATIO = 4.0
-# Bringing a block back from host memory takes a tenth of computing it: KV of a 7-8B model (0.13 MB a token with grouped
-# heads) over a link of 25 GB/s against prefill of 10 to 20 thousand tokens/s.
-_TOKENS_PER_HOST_TOKEN = 0.1
+# Of a replica that does not say how fast blocks come back from host memory: a tenth of computing them. That is KV of a
+# 7-8B model (0.13 MB a token with grouped heads) over a link of 25 GB/s against prefill of 10 to 20 thousand tokens/s.
+USUAL_HOST_TOKEN_COST = 0.1
 _SPEED_NOISE = 1.5  # learned speeds of equal replicas differ by less
 _LOAD_BOUND = 1.25  # consistent_hash: no replica above this times the mean of requests in flight
 _LOAD_FLOOR = 2  # and the bound is never below this many
@@ -37,19 +37,20 @@ class Candidate:
     replica: str
     matched_tokens: int = 0  # whole blocks held there, sure to come ones (pending) included
     pending_tokens: int = 0  # the part of matched_tokens that the replica has not reported yet
-    host_tokens: int = 0  # the part of matched_tokens that lies in host memory
+    host_tokens: int = 0  # the part of matched_tokens that lies in host memory alone
+    host_token_cost: float = USUAL_HOST_TOKEN_COST  # of one of these, in tokens computed
     waiting_tokens: float = 0.0  # charged to requests there without a first token
     waiting_requests: int = 0  # L
     in_flight: int = 0
     since_progress_s: float = 0.0  # since its last first token, or since it became busy
     speed: float = 1.0  # prompt tokens per second
-    free_tokens: int = 1 << 60  # room in its cache that displaces nothing
+    free_tokens: int = 1 << 60  # room in its cache, host memory included, that displaces nothing
     lru_age_s: float = 0.0  # idle time of its next victim; 0: it has free blocks
 
     def work_tokens(self, num_tokens: int) -> int:
         """What a prompt of ``num_tokens`` costs here, in tokens computed."""
         missing = num_tokens - self.matched_tokens
-        return missing + int(_TOKENS_PER_HOST_TOKEN * self.host_tokens) if self.host_tokens else missing
+        return missing + int(self.host_token_cost * self.host_tokens) if self.host_tokens else missing
 
 
 @dataclass(slots=True)
@@ -135,7 +136,7 @@ def marginal_costs(
         if wait_s < 0.0:
             wait_s = 0.0
         displaced_s = 0.0
-        new_tokens = num_tokens - c.matched_tokens + c.host_tokens  # on the device
+        new_tokens = num_tokens - c.matched_tokens  # what comes back from host memory leaves a place there
         if new_tokens > c.free_tokens:
             ratio = mean_age / c.lru_age_s if c.lru_age_s > 0 else 1.0
             displaced_s = (new_tokens - c.free_tokens) / speed * min(_MAX_AGE_RATIO, ratio)
@@ -162,7 +163,7 @@ def _predicted_ttft(ask: Ask, candidates: Sequence[Candidate], rng: random.Rando
 
 def _longest_prefix(ask: Ask, candidates: Sequence[Candidate], rng: random.Random) -> Decision:
     """Of reported blocks alone: with the pending ones, and no term for load, one replica would draw everything."""
-    scores = [c.pending_tokens - c.matched_tokens + _TOKENS_PER_HOST_TOKEN * c.host_tokens for c in candidates]
+    scores = [c.pending_tokens - c.matched_tokens + c.host_token_cost * c.host_tokens for c in candidates]
     return _decide(candidates, scores, rng)
 
 

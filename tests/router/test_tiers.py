@@ -57,11 +57,26 @@ def test_device_goes_before_host_and_host_before_nothing(policy: str) -> None:
         assert one.place(640, KEYS, 16, caches(*tiers), 0.0).replica == home
 
 
-def test_blocks_that_come_back_from_host_memory_displace_others_on_the_device() -> None:
+def test_blocks_that_come_back_from_host_memory_displace_nothing_since_what_gives_way_goes_there() -> None:
     full = Candidate("a", matched_tokens=100, host_tokens=80, speed=100, free_tokens=0)
     (cost,) = marginal_costs(100, [full])
     assert cost.miss_s == pytest.approx(0.08)
-    assert cost.displaced_s == pytest.approx(0.8)
+    assert cost.displaced_s == 0
+
+
+def test_a_block_from_host_memory_costs_what_the_replica_measured() -> None:
+    one, loads = placement(a=(10, 30))
+    view = caches("a")
+    view["a"].host_kv_blocks = 1000
+    view["a"].host_tokens_per_s = 4 * loads.of("a").speed
+    assert one.place(640, KEYS, 16, view, 0.0).decision.chosen.work_tokens(640) == 160 + 320 // 4
+
+
+def test_only_what_host_memory_has_no_room_for_is_displaced() -> None:
+    one, _ = placement(a=(40, 30))
+    view = {"a": common_pb2.CacheState(prefix_caching=True, kv_blocks=40, host_kv_blocks=35)}
+    other = HashScheme().keys(list(range(1000, 1640)))
+    assert one.place(640, other, 16, view, 0.0).decision.chosen.free_tokens == 5 * 16
 
 
 def test_the_discount_is_in_what_a_decision_reckons_with() -> None:
