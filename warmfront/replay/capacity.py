@@ -40,6 +40,7 @@ def sub_block_loss(turns: Sequence[Turn], scheme: HashScheme, num_blocks: int) -
         cache.commit(number, turn.num_tokens + (len(answer) - 1 if answer else 0))
         cache.free(number, now)
         cache.take_events()
+        cache.take_copies()
     return cache.stats.num_copied_tokens / cache.stats.num_query_tokens
 
 

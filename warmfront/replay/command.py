@@ -102,6 +102,20 @@ class Policies(click.ParamType[list[str]]):
     type=click.FloatRange(0, min_open=True),
     help="Open loop: at this share of the request rate that the fleet sustains with 4 in flight per replica.",
 )
+@click.option(
+    "--host-kv-blocks",
+    type=click.IntRange(min=0),
+    default=0,
+    show_default=True,
+    help="Blocks of each replica in host memory, behind its cache.",
+)
+@click.option(
+    "--host-tokens-per-s",
+    type=click.FloatRange(0, min_open=True),
+    default=400_000.0,
+    show_default=True,
+    help="Tokens that come back from there.",
+)
 @click.option("--prefill-tokens-per-s", type=click.FloatRange(0, min_open=True), default=40_000.0, show_default=True)
 @click.option(
     "--decode-time", type=Duration(), default="0.1ms", show_default=True, help="Of each further output token."
@@ -133,6 +147,8 @@ def replay(
     open_loop: bool,
     speed: float | None,
     load_share: float | None,
+    host_kv_blocks: int,
+    host_tokens_per_s: float,
     prefill_tokens_per_s: float,
     decode_time: float,
     event_delay: float,
@@ -159,6 +175,8 @@ def replay(
         raise WrongUse("--live runs one setting: give --replicas, --kv-blocks and --block-size one value each")
     base = Settings(
         kv_blocks=1,
+        host_kv_blocks=host_kv_blocks,
+        host_tokens_per_s=host_tokens_per_s,
         prefill_tokens_per_s=prefill_tokens_per_s,
         decode_s=decode_time,
         in_flight=in_flight,
@@ -226,7 +244,7 @@ def _compare(
 
     outcomes = {policy: run(policy, live_scale) for policy in policies}
     by_lot = outcomes["random"] if "random" in outcomes and live_scale is None else run("random", None)
-    oracle = oracle_hit_rate(jobs, scheme, settings.num_replicas * settings.kv_blocks)
+    oracle = oracle_hit_rate(jobs, scheme, settings.num_replicas * (settings.kv_blocks + settings.host_kv_blocks))
     return Bounds(oracle_hit_rate=oracle, random_hit_rate=by_lot.hit_rate), list(outcomes.values())
 
 
@@ -243,8 +261,9 @@ def _print(
     if plans:
         click.echo(capacity_table(results))
         return
+    host = f" and {settings.host_kv_blocks:,} in host memory" if settings.host_kv_blocks else ""
     click.echo(
-        f"{settings.num_replicas} replicas with {settings.kv_blocks:,} blocks of {block_size} tokens each; "
+        f"{settings.num_replicas} replicas with {settings.kv_blocks:,} blocks{host} of {block_size} tokens each; "
         f"hit rate of an oracle {bounds.oracle_hit_rate:.1%}, at random {bounds.random_hit_rate:.1%}"
     )
     click.echo(policy_table(results))

@@ -94,6 +94,8 @@ async def _cluster(
         common += ["--lease", format_duration(max(5.0, 5 * settings.heartbeat_s))]
         worker = ["worker", *common, "--engine", "simulated", "--model", "bytes", "--replica-id", "r"]
         worker += ["--count", f"{settings.num_replicas}", "--kv-blocks", f"{settings.kv_blocks}"]
+        worker += ["--host-kv-blocks", f"{settings.host_kv_blocks}"]
+        worker += ["--host-tokens-per-s", f"{settings.host_tokens_per_s}"]
         worker += ["--block-size", f"{block_size}", "--time-scale", f"{time_scale}"]
         worker += ["--prefill-tokens-per-s", f"{settings.prefill_tokens_per_s}"]
         worker += ["--decode-time", format_duration(settings.decode_s)]

@@ -1,9 +1,9 @@
 """A fleet under a virtual clock: the router's own placement, index and load book, and each replica's own cache.
 
 What is simulated is time. A replica prefills one prompt at a time, in order of arrival, at so many uncached tokens per
-second; the answer's further tokens take a fixed time each and do not slow the next prompt down. A prompt waits while
-the blocks for it and its answer are short. The router hears of a replica's cache events after a delay, and of its LRU
-age once per heartbeat, as in life.
+second, after what comes back from its host memory at so many others; the answer's further tokens take a fixed time each
+and do not slow the next prompt down. A prompt waits while the blocks for it and its answer are short. The router hears
+of a replica's cache events after a delay, and of its LRU age once per heartbeat, as in life.
 """
 
 from __future__ import annotations
@@ -42,7 +42,9 @@ class Settings:
     policy: str = "warmfront"
     num_replicas: int = 8
     kv_blocks: int  # of each replica, without the scratch block
+    host_kv_blocks: int = 0  # of each replica, in host memory
     prefill_tokens_per_s: float = 40_000.0
+    host_tokens_per_s: float = 400_000.0  # that come back from host memory
     decode_s: float = 0.0  # per output token after the first
     in_flight: int | None = None  # closed loop: so many requests at once; None: 4 per replica
     speed: float | None = None  # open loop: requests come as in the trace, so many times as fast
@@ -130,7 +132,9 @@ def open_loop_speed(jobs: Sequence[Job], scheme: HashScheme, settings: Settings,
     closed = Settings(
         num_replicas=settings.num_replicas,
         kv_blocks=settings.kv_blocks,
+        host_kv_blocks=settings.host_kv_blocks,
         prefill_tokens_per_s=settings.prefill_tokens_per_s,
+        host_tokens_per_s=settings.host_tokens_per_s,
         decode_s=settings.decode_s,
         event_delay_s=settings.event_delay_s,
         heartbeat_s=settings.heartbeat_s,
@@ -166,6 +170,8 @@ class _Router:
 @dataclass(slots=True)
 class _CacheView:
     kv_blocks: int
+    host_kv_blocks: int
+    host_tokens_per_s: float
     prefix_caching: bool = True
     lru_age_s: float = 0.0
 
@@ -173,11 +179,17 @@ class _CacheView:
 class _Replica:
     """A replica as it is; its cache belongs to it alone."""
 
-    def __init__(self, name: str, number: int, scheme: HashScheme, kv_blocks: int) -> None:
+    def __init__(self, name: str, number: int, scheme: HashScheme, settings: Settings) -> None:
         self.name = name
         self.number = number
-        self.cache = PrefixCache(kv_blocks + 1, scheme, replica=name, generation=_GENERATION)
-        self.view = _CacheView(kv_blocks)
+        self.cache = PrefixCache(
+            settings.kv_blocks + 1,
+            scheme,
+            replica=name,
+            generation=_GENERATION,
+            num_host_blocks=settings.host_kv_blocks,
+        )
+        self.view = _CacheView(settings.kv_blocks, settings.host_kv_blocks, settings.host_tokens_per_s)
         self.waiting: deque[_Flight] = deque()
         self.prefilling: _Flight | None = None
 
@@ -210,8 +222,7 @@ class Simulation:
         self._progress = progress
         self.routers = [_Router(settings, rules, number) for number in range(settings.num_routers)]
         self.replicas = {
-            (name := f"r{number}"): _Replica(name, number, scheme, settings.kv_blocks)
-            for number in range(settings.num_replicas)
+            (name := f"r{number}"): _Replica(name, number, scheme, settings) for number in range(settings.num_replicas)
         }
         self._views = {name: replica.view for name, replica in self.replicas.items()}
         self._outcome = Outcome(settings)
@@ -330,6 +341,7 @@ class Simulation:
         if not cache.append(flight.number, _answer(job), now):
             cache.free(flight.number, now)
             return
+        cache.take_copies()  # nothing lies in these blocks
         replica.waiting.popleft()
         replica.prefilling = flight
         num_missing = job.turn.num_tokens - admission.num_cached_tokens
@@ -338,7 +350,9 @@ class Simulation:
         self._outcome.prompt_tokens.append(job.turn.num_tokens)
         self._outcome.hit_tokens.append(admission.num_cached_tokens)
         self._outcome.prefill_of[replica.number] += num_missing
-        self._at(now + num_missing / self._settings.prefill_tokens_per_s, lambda at: self._first_token(flight, at))
+        service_s = num_missing / self._settings.prefill_tokens_per_s
+        service_s += admission.num_host_tokens / self._settings.host_tokens_per_s
+        self._at(now + service_s, lambda at: self._first_token(flight, at))
 
     def _first_token(self, flight: _Flight, now: float) -> None:
         replica, turn = flight.replica, flight.job.turn
