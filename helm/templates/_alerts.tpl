@@ -77,4 +77,10 @@ sum(rate(warmfront_worker_prefix_cache_hits_tokens_total{ {{- .pods -}} }[{{ .wi
   annotations:
     summary: New workers became ready without the fleet's hottest prefixes.
     description: "{{ `{{ $value | humanizePercentage }}` }} of the hot set was missing: a longer worker.flags.prewarm-deadline, or larger pools."
+- alert: WarmfrontCertificateEnds
+  expr: min by (pod, certificate) (warmfront_router_tls_certificate_expiry_timestamp_seconds{ {{- $router -}} } or warmfront_worker_tls_certificate_expiry_timestamp_seconds{ {{- $worker -}} }) - time() < 7 * 86400
+  for: 1h
+  annotations:
+    summary: A certificate ends within a week.
+    description: "{{ `{{ $labels.pod }}` }} ({{ `{{ $labels.certificate }}` }}): {{ `{{ $value | humanizeDuration }}` }} are left. A new one is taken over without a restart."
 {{- end -}}

@@ -125,7 +125,6 @@ annotations:
 - {{ .Values.secretsPath }}/worker-token
 - --listen
 - {{ .Values.listenAddress | quote }}
-- --insecure-listen
 {{- end -}}
 
 {{/* Whether a Redis of the user's is given ("true") or the bundled one runs (""). */}}
@@ -178,21 +177,24 @@ annotations:
 {{- end }}
 {{- end -}}
 
-{{/* Secret with the worker token and the hash seed, as one volume. */}}
+{{/* Worker token, hash seed and certificates, as one volume. Takes {root, component}. */}}
 {{- define "warmfront.secretVolume" -}}
 - name: secrets
   projected:
     defaultMode: 288 # 0440
     sources:
       - secret:
-          name: {{ .Values.workerToken.existingSecret | default (include "warmfront.fullname" .) }}
-          items: [{key: {{ .Values.workerToken.key | quote }}, path: worker-token}]
-      {{- if hasPrefix "xxhash" .Values.cache.hashAlgorithm }}
+          name: {{ .root.Values.workerToken.existingSecret | default (include "warmfront.fullname" .root) }}
+          items: [{key: {{ .root.Values.workerToken.key | quote }}, path: worker-token}]
+      {{- if hasPrefix "xxhash" .root.Values.cache.hashAlgorithm }}
       - secret:
-          name: {{ .Values.cache.hashSeed.existingSecret | default (include "warmfront.fullname" .) }}
-          items: [{key: {{ .Values.cache.hashSeed.key | quote }}, path: hash-seed}]
+          name: {{ .root.Values.cache.hashSeed.existingSecret | default (include "warmfront.fullname" .root) }}
+          items: [{key: {{ .root.Values.cache.hashSeed.key | quote }}, path: hash-seed}]
       {{- end }}
-{{- with .Values.redis.external.caSecret }}
+      {{- with include "warmfront.tlsSources" . }}
+      {{- . | nindent 6 }}
+      {{- end }}
+{{- with .root.Values.redis.external.caSecret }}
 {{- if .name }}
 - name: redis-ca
   secret: {secretName: {{ .name | quote }}, defaultMode: 288}

@@ -1,7 +1,9 @@
 {{/* A router's pod: its metadata and spec. */}}
 {{- define "warmfront.routerPod" -}}
 {{- $config := .Values.router }}
-{{- $part := dict "root" . "component" "router" "config" $config -}}
+{{- $part := dict "root" . "component" "router" "config" $config }}
+{{- /* A kubelet has no certificate to show: the metrics port answers in plain HTTP. */}}
+{{- $probed := ternary "metrics" "http" .Values.tls.public.enabled -}}
 metadata:
   {{- include "warmfront.podMetadata" $part | nindent 2 }}
 spec:
@@ -14,6 +16,7 @@ spec:
       command: [warmfront, router]
       args:
         {{- include "warmfront.sharedArgs" . | nindent 8 }}
+        {{- include "warmfront.tlsArgs" $part | trim | nindent 8 }}
         - --http-port
         - {{ int $config.ports.http | quote }}
         - --grpc-port
@@ -42,13 +45,13 @@ spec:
         - {name: grpc, containerPort: {{ int $config.ports.grpc }}}
         - {name: metrics, containerPort: {{ int $config.ports.metrics }}}
       startupProbe:
-        httpGet: {path: /healthz, port: http}
+        httpGet: {path: /healthz, port: {{ $probed }}}
         {{- toYaml $config.startupProbe | nindent 8 }}
       livenessProbe:
-        httpGet: {path: /healthz, port: http}
+        httpGet: {path: /healthz, port: {{ $probed }}}
         {{- toYaml $config.livenessProbe | nindent 8 }}
       readinessProbe:
-        httpGet: {path: /readyz, port: http}
+        httpGet: {path: /readyz, port: {{ $probed }}}
         {{- toYaml $config.readinessProbe | nindent 8 }}
       lifecycle:
         preStop:
@@ -67,7 +70,7 @@ spec:
     {{- toYaml . | nindent 4 }}
     {{- end }}
   volumes:
-    {{- include "warmfront.secretVolume" . | nindent 4 }}
+    {{- include "warmfront.secretVolume" $part | nindent 4 }}
     - name: tmp
       emptyDir: {sizeLimit: 256Mi}
     {{- with $config.extraVolumes }}

@@ -3,7 +3,14 @@
 {{- $config := .Values.worker }}
 {{- $part := dict "root" . "component" "worker" "config" $config }}
 {{- $variant := ternary "cuda" "cpu" (gt (int $config.gpu.count) 0) }}
-{{- $volume := .Values.model.volume -}}
+{{- $volume := .Values.model.volume }}
+{{- /* A kubelet's gRPC probe knows no TLS: the metrics port answers in plain HTTP. */}}
+{{- $ready := printf "grpc: {port: %d}" (int $config.ports.grpc) }}
+{{- $alive := $ready }}
+{{- if .Values.tls.workers.enabled }}
+{{- $ready = "httpGet: {path: /readyz, port: metrics}" }}
+{{- $alive = "httpGet: {path: /healthz, port: metrics}" }}
+{{- end -}}
 metadata:
   {{- include "warmfront.podMetadata" $part | nindent 2 }}
 spec:
@@ -16,6 +23,7 @@ spec:
       command: [warmfront, worker]
       args:
         {{- include "warmfront.sharedArgs" . | nindent 8 }}
+        {{- include "warmfront.tlsArgs" $part | trim | nindent 8 }}
         - --port
         - {{ int $config.ports.grpc | quote }}
         - --advertise
@@ -49,18 +57,18 @@ spec:
         - {name: metrics, containerPort: {{ int $config.ports.metrics }}}
       # The worker's health is SERVING exactly while it is READY: loaded and pre-warmed.
       startupProbe:
-        grpc: {port: {{ int $config.ports.grpc }}}
+        {{- $ready | nindent 8 }}
         periodSeconds: 5
         timeoutSeconds: 5
         failureThreshold: {{ div (add $config.startupDeadlineSeconds 4) 5 }}
       livenessProbe:
-        grpc: {port: {{ int $config.ports.grpc }}}
+        {{- $alive | nindent 8 }}
         {{- toYaml $config.livenessProbe | nindent 8 }}
         {{- if not (hasKey $config.livenessProbe "failureThreshold") }}
         failureThreshold: {{ add (div $config.drainDeadlineSeconds ($config.livenessProbe.periodSeconds | default 10)) 3 }} # a drain outlasts none
         {{- end }}
       readinessProbe:
-        grpc: {port: {{ int $config.ports.grpc }}}
+        {{- $ready | nindent 8 }}
         {{- toYaml $config.readinessProbe | nindent 8 }}
       {{- with $config.lifecycle }}
       lifecycle:
@@ -94,7 +102,7 @@ spec:
     {{- toYaml . | nindent 4 }}
     {{- end }}
   volumes:
-    {{- include "warmfront.secretVolume" . | nindent 4 }}
+    {{- include "warmfront.secretVolume" $part | nindent 4 }}
     - name: tmp
       emptyDir: {sizeLimit: {{ $config.tmpSize }}}
     - name: shm

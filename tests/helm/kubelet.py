@@ -61,19 +61,19 @@ class Kubelet:
         """What the first container runs, and the environment that the pod gives it; its volumes are made."""
         container = spec["containers"][0]
         folders = self._mount(pod, spec, container)
-        env = self._environment(pod, container)
+        env = self._environment(pod, container, folders)
         words = container.get("command", []) + container["args"]
         return [self._local(_expand(word, env), folders) for word in words], env
 
     def log(self, pod: str) -> Path:
         return self._folder / f"{pod}.log"
 
-    def _environment(self, pod: str, container: Mapping[str, Any]) -> dict[str, str]:
+    def _environment(self, pod: str, container: Mapping[str, Any], folders: Mapping[str, str]) -> dict[str, str]:
         env: dict[str, str] = {}
         for item in container.get("env", []):
             match item:
                 case {"value": value}:
-                    env[item["name"]] = self._local(_expand(value, env), {})
+                    env[item["name"]] = self._local(_expand(value, env), folders)
                 case {"valueFrom": {"fieldRef": {"fieldPath": path}}}:
                     env[item["name"]] = {"status.podIP": POD_IP, "metadata.name": pod}[path]
                 case {"valueFrom": {"secretKeyRef": {"name": name, "key": key}}}:
@@ -89,8 +89,10 @@ class Kubelet:
             folder.mkdir(parents=True)
             folders[mount["mountPath"]] = str(folder)
             for source in volumes[mount["name"]].get("projected", {}).get("sources", []):
-                for item in source["secret"]["items"]:  # the pod would not start without them
-                    (folder / item["path"]).write_bytes(self._secrets[source["secret"]["name"]][item["key"]])
+                secret = self._secrets.get(source["secret"]["name"], {})
+                for item in source["secret"]["items"]:
+                    if item["key"] in secret or not source["secret"].get("optional"):  # else the pod would not start
+                        (folder / item["path"]).write_bytes(secret[item["key"]])
         return folders
 
     def _local(self, word: str, folders: Mapping[str, str]) -> str:

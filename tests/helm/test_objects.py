@@ -16,7 +16,7 @@ import yaml
 from tests.helm.tools import CHART, SCENARIOS, Helm, Objects, helm_3, helm_4, one
 
 GOLDEN = Path(__file__).resolve().parents[1] / "golden" / "helm"
-BY_HAND = {"HTTPRoute", "GRPCRoute"}  # no schema at hand: compared with golden files instead
+BY_HAND = {"HTTPRoute", "GRPCRoute", "Certificate"}  # no schema at hand: compared with golden files instead
 CRDS = json.loads(gzip.decompress((GOLDEN / "crd-schemas.json.gz").read_bytes()))
 VERSIONS = [f"1.{minor}" for minor in range(28, 38)]
 
@@ -68,6 +68,14 @@ def test_routes_are_those_written_by_hand(scenarios: dict[str, Objects]) -> None
     for golden in yaml.safe_load_all((GOLDEN / "routes.yaml").read_text(encoding="utf-8")):
         route = one(scenarios["production"], golden["kind"])
         assert {key: route[key] for key in golden} == golden
+
+
+def test_certificates_are_those_written_by_hand(helm: Helm) -> None:
+    issuer = ["tls.certManager.issuerRef.name=inside", "tls.certManager.publicDnsNames={llm.example.com}"]
+    objects = helm.template("--set", ",".join(["tls.public.enabled=true,tls.workers.enabled=true", *issuer]))
+    for golden in yaml.safe_load_all((GOLDEN / "certificates.yaml").read_text(encoding="utf-8")):
+        certificate = one(objects, "Certificate", f"-{golden['spec']['secretName'].removeprefix('wf-warmfront-')}")
+        assert {key: certificate[key] for key in golden} == golden
 
 
 def test_selectors_never_change(defaults: Objects) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import signal
 import subprocess
 from collections.abc import Iterator
@@ -14,7 +15,8 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from router.config import RouterConfig
-from tests.helm.kubelet import Kubelet
+from tests.fakes.authority import Authority
+from tests.helm.kubelet import POD_IP, Kubelet
 from tests.helm.tools import Helm, Objects, one
 from tests.integration.cluster import free_port, wait_until
 from warmfront import parts
@@ -52,9 +54,7 @@ def probe(spec: dict[str, Any], kind: str) -> bool:
 def release(helm: Helm) -> Objects:
     """Everything as by default, but for a simulated engine, loopback, ports of this machine, and a secret hash seed."""
     own = [f"{name}={free_port()}" for name in (*PORTS, "redis.bundled.port")]
-    flags = ["worker.flags.engine=simulated", "worker.flags.kv-blocks=512", "worker.flags.prewarm-deadline=5s"]
-    values = ["listenAddress=127.0.0.1", "cache.hashAlgorithm=xxhash_cbor", "worker.gpu.count=0"]
-    return helm.template("--set", ",".join([*own, *flags, *values]))
+    return helm.template("--set", ",".join([*own, *OWN, "cache.hashAlgorithm=xxhash_cbor"]))
 
 
 @pytest.fixture(scope="module")
@@ -64,6 +64,10 @@ def kubelet(release: Objects, tmp_path_factory: pytest.TempPathFactory) -> Kubel
 
 EXISTING = {
     "warmfront-secrets": {"worker-token": b"a token of 16 b.", "hash-seed": b"a seed"},
+    "public-tls": {"tls.crt": b"", "tls.key": b""},
+    "clients-ca": {"ca.crt": b""},
+    "wf-warmfront-worker-tls": {"tls.crt": b"", "tls.key": b"", "ca.crt": b""},
+    "wf-warmfront-router-tls": {"tls.crt": b"", "tls.key": b"", "ca.crt": b""},
     "warmfront-redis": {"url": b"rediss://user:password@redis.data.svc:6380/0"},
 }
 
@@ -89,10 +93,18 @@ def test_the_program_takes_what_every_scenario_gives_it(
 
 
 Running = dict[str, subprocess.Popen[bytes]]
+OWN = ["worker.flags.engine=simulated", "worker.flags.kv-blocks=512", "worker.flags.prewarm-deadline=5s"]
+OWN += ["listenAddress=127.0.0.1", "worker.gpu.count=0"]
 
 
 @pytest.fixture(scope="module")
 def running(release: Objects, kubelet: Kubelet) -> Iterator[Running]:
+    with started(release, kubelet) as processes:
+        yield processes
+
+
+@contextlib.contextmanager
+def started(release: Objects, kubelet: Kubelet) -> Iterator[Running]:
     """Valkey, one worker and one router, all of them ready by their own probes."""
     valkey, worker, router = (pod(release, name) for name in ("valkey", "worker", "router"))
     with (
@@ -157,3 +169,29 @@ def test_a_wrong_argument_would_be_noticed(release: Objects, tmp_path: Path) -> 
     kubelet = Kubelet(release, tmp_path)
     process = kubelet.start("bad", pod(release, "router"), "--no-such-flag")
     assert process.wait(timeout=GUARD_S) == 2
+
+
+def test_a_release_on_tls_is_ready_by_its_probes_and_serves(helm: Helm, tmp_path: Path) -> None:
+    authority = Authority(tmp_path)
+
+    def secret(name: str, *hosts: str) -> dict[str, bytes]:
+        pair = authority.issue(name, *hosts)
+        content = {"tls.crt": pair.cert, "tls.key": pair.key, "ca.crt": authority.ca}
+        return {key: path.read_bytes() for key, path in content.items()}
+
+    secrets = {
+        "public": secret("public", POD_IP),
+        "workers": secret("workers", "wf-warmfront-worker"),
+        "routers": secret("routers", "wf-warmfront-router"),
+    }
+    own = [f"{name}={free_port()}" for name in (*PORTS, "redis.bundled.port")]
+    tls = ["tls.public.enabled=true,tls.public.existingSecret=public", "tls.workers.enabled=true"]
+    tls += ["tls.workers.existingSecret=workers,tls.workers.routerSecret=routers"]
+    release = helm.template("--set", ",".join([*own, *OWN, *tls]))
+    kubelet = Kubelet(release, tmp_path / "kubelet", secrets)
+    with started(release, kubelet):
+        process = kubelet.start("test", one(release, "Pod", "-test")["spec"])
+        assert process.wait(timeout=GUARD_S) == 0, kubelet.log("test").read_text()
+        url = f"http://{POD_IP}:{port(pod(release, 'router'), 'http')}/healthz"
+        with pytest.raises(httpx.HTTPError):
+            httpx.get(url)

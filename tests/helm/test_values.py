@@ -171,6 +171,9 @@ REFUSED: list[tuple[str, list[str]]] = [
     ("ingress.hosts", ["ingress.enabled=true"]),
     ("gateway.parentRefs", ["gateway.grpcRoute.enabled=true"]),
     ("serviceAccount.name", ["serviceAccount.create=false"]),
+    ("tls.public.existingSecret", ["tls.public.enabled=true"]),
+    ("tls.public.clientCaSecret", ["tls.public.clientCaSecret=ca"]),
+    ("tls.workers", ["tls.workers.enabled=true", "tls.workers.existingSecret=s"]),
     ("replicaCount", ["replicaCount=3"]),
 ]
 
@@ -360,6 +363,29 @@ def test_a_worker_is_ready_when_its_health_says_so_and_replaced_before_it_goes(d
     assert startup["periodSeconds"] * startup["failureThreshold"] >= VALUES["worker"]["startupDeadlineSeconds"]
     liveness = worker["livenessProbe"]
     assert liveness["periodSeconds"] * liveness["failureThreshold"] > VALUES["worker"]["drainDeadlineSeconds"]
+
+
+def test_tls_takes_the_place_of_plain_text_and_probes_go_where_they_need_no_certificate(
+    scenarios: dict[str, Objects], defaults: Objects
+) -> None:
+    for component in ("router", "worker"):
+        assert "--insecure-listen" in flags(defaults, component)
+        given = flags(scenarios["tls"], component)
+        assert "--insecure-listen" not in given
+        assert {"--tls-cert", "--tls-key", "--tls-client-ca"} <= given.keys()
+        pod = container(scenarios["tls"], component)
+        probes = [pod[probe]["httpGet"] for probe in ("startupProbe", "livenessProbe", "readinessProbe")]
+        assert {probe["port"] for probe in probes} == {"metrics"}
+    protocols = {port["appProtocol"] for port in one(scenarios["tls"], "Service", "-router")["spec"]["ports"]}
+    assert protocols == {"https"}
+
+
+def test_no_pod_is_given_the_key_of_another(scenarios: dict[str, Objects]) -> None:
+    given = {"router": {"public-tls", "wf-warmfront-router-tls"}, "worker": {"wf-warmfront-worker-tls"}}
+    for component, secrets in given.items():
+        spec = one(scenarios["tls"], "Deployment", f"-{component}")["spec"]["template"]["spec"]
+        sources = [source["secret"] for source in spec["volumes"][0]["projected"]["sources"]]
+        assert {source["name"] for source in sources for item in source["items"] if item["key"] == "tls.key"} == secrets
 
 
 def test_one_gpu_or_none(helm: Helm, defaults: Objects) -> None:
