@@ -57,6 +57,18 @@ class BodyTooLargeError(RouterError):
     status = "OUT_OF_RANGE"
 
 
+class BodyTooSlowError(RouterError):
+    """The request did not arrive whole in time."""
+
+    status = "ABORTED"
+
+
+class StalledError(RouterError):
+    """The client takes nothing of its answer."""
+
+    status = "ABORTED"
+
+
 class NoReplicaReadyError(RouterError):
     """Every replica is starting, draining or gone. Retrying later may help."""
 
@@ -89,6 +101,7 @@ HTTP_STATUS: dict[str, tuple[int, str]] = {
     "UNAUTHENTICATED": (401, "authentication_error"),
     "NOT_FOUND": (404, "invalid_request_error"),
     "OUT_OF_RANGE": (413, "invalid_request_error"),
+    "ABORTED": (408, "invalid_request_error"),
     "RESOURCE_EXHAUSTED": (429, "rate_limit_error"),
     "CANCELLED": (499, "cancelled"),
     "INTERNAL": (500, "server_error"),

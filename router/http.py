@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+import re
 import socket
 import time
 from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine
@@ -26,11 +27,13 @@ from router.dispatch import Dispatcher, Route
 from router.errors import (
     HTTP_STATUS,
     BodyTooLargeError,
+    BodyTooSlowError,
     InvalidRequestError,
     RouterError,
 )
 from router.explain import as_json, explain
 from router.fleet import Fleet
+from router.http_protocol import guarded
 from router.metrics import RouterMetrics
 from router.request import Work, model_not_found
 from router.service import EXPLAIN_HEADER, request_id_of
@@ -38,6 +41,7 @@ from router.service import EXPLAIN_HEADER, request_id_of
 log = logging.getLogger(__name__)
 
 _T = TypeVar("_T")
+_TIMEOUT = re.compile(r"(\d{1,9}(?:\.\d{1,9})?)(s|ms)?")
 _DONE = b"data: [DONE]\n\n"
 _MAX_DRAINED_BODIES = 4  # a body too long is read and dropped up to so many limits, so that the client sees the answer
 
@@ -89,6 +93,7 @@ class HttpFront:
             access_log=False,
             lifespan="off",
             server_header=False,
+            http=guarded(config.body_timeout_s, config.stall_timeout_s, self._stalled),
             ws="none",
             timeout_keep_alive=75,
             timeout_graceful_shutdown=max(1, int(config.drain_timeout_s)),
@@ -131,25 +136,37 @@ class HttpFront:
         request_id = request_id_of(http.headers.get("x-request-id"))
         try:
             body, requests = read(await self._body(http))
+            timeout_s = _timeout_s(http, bool(body.stream))
         except RouterError as error:
             self._dispatcher.count(error.status)
             self._dispatcher.ended(request_id, error.status, None, Route())
             return _error_response(error, {"x-request-id": request_id})
-        return await _Answer(self, http, request_id, body, requests, is_chat=is_chat).respond()
+        return await _Answer(self, http, request_id, body, requests, timeout_s, is_chat=is_chat).respond()
 
     async def _body(self, http: Request) -> bytes:
         limit = self._config.max_body_bytes
         chunks: list[bytes] = []
         size = 0
-        async for chunk in http.stream():
-            size += len(chunk)
-            if size <= limit:
-                chunks.append(chunk)
-            elif size > _MAX_DRAINED_BODIES * limit:
-                break
+        timeout_s = self._config.body_timeout_s
+        try:
+            async with asyncio.timeout(timeout_s):
+                async for chunk in http.stream():
+                    size += len(chunk)
+                    if size <= limit:
+                        chunks.append(chunk)
+                    elif size > _MAX_DRAINED_BODIES * limit:
+                        break
+        except TimeoutError:
+            raise BodyTooSlowError(
+                f"the body was not whole within {timeout_s:g} s, {size} bytes had come: send it faster"
+            ) from None
         if size > limit:
             raise BodyTooLargeError(f"the body is longer than {limit} bytes: shorten the prompt")
         return b"".join(chunks)
+
+    def _stalled(self) -> None:
+        self._metrics.stalled.inc()
+        log.warning("a client took nothing of its answer and was cut off after_s=%g", self._config.stall_timeout_s)
 
     # The rest
 
@@ -223,6 +240,24 @@ def _read_completion(data: bytes) -> _Asked:
     return body, openai_api.completion_requests(body)
 
 
+def _timeout_s(http: Request, is_stream: bool) -> float | None:
+    """How long the client waits, from its headers; None: it does not say. Raises ``InvalidRequestError``.
+
+    OpenAI's clients tell their read time-out, which for a whole answer is how long they wait for it.
+    """
+    given = http.headers.get("x-request-timeout")
+    if given is not None:
+        match = _TIMEOUT.fullmatch(given)
+        if match is None or not (timeout_s := float(match[1]) * (0.001 if match[2] == "ms" else 1)) > 0:
+            raise InvalidRequestError(
+                f"x-request-timeout {given!r} is no time: give seconds, such as 30, 2.5s or 500ms",
+                param="x-request-timeout",
+            )
+        return timeout_s
+    match = None if is_stream else _TIMEOUT.fullmatch(http.headers.get("x-stainless-read-timeout", ""))
+    return float(match[1]) or None if match is not None and not match[2] else None
+
+
 class _DrainBody(msgspec.Struct):
     replica: str
     deadline_ms: openai_api.Count = 0
@@ -253,10 +288,12 @@ class _Answer:
         request_id: str,
         body: openai_api.ChatBody | openai_api.CompletionBody,
         requests: list[inference_pb2.GenerateRequest],
+        timeout_s: float | None,
         *,
         is_chat: bool,
     ) -> None:
         self._front = front
+        self._timeout_s = timeout_s
         self._http = http
         self._body = body
         self._requests = requests
@@ -353,7 +390,11 @@ class _Answer:
         status = "CANCELLED"
         try:
             work = await dispatcher.prepare(
-                self._requests[number], request_id=request_id, session=self._session, tenant=self._tenant
+                self._requests[number],
+                request_id=request_id,
+                timeout_s=self._timeout_s,
+                session=self._session,
+                tenant=self._tenant,
             )
             async with aclosing(dispatcher.generate(work, route)) as raw_messages:
                 async for raw in raw_messages:
@@ -575,6 +616,8 @@ def _error_response(error: RouterError, headers: dict[str, str] | None = None) -
     headers = dict(headers or {})
     if error.retry_after_s is not None:
         headers["retry-after"] = str(max(1, round(error.retry_after_s)))
+    if isinstance(error, BodyTooSlowError):
+        headers["connection"] = "close"  # what may still come of the body is nobody's
     return _json(_error_json(error), headers, status)
 
 

@@ -45,7 +45,7 @@ class Router:
         self.fleet = Fleet(config, self.metrics)
         self.dispatcher = Dispatcher(config, self.fleet, self.metrics)
         admin = Admin(self.fleet, self.dispatcher)
-        self._grpc = GrpcFront(config, self.fleet, self.dispatcher, admin, self._certificates)
+        self._grpc = GrpcFront(config, self.fleet, self.dispatcher, admin, self.metrics, self._certificates)
         self._http = HttpFront(config, self.fleet, self.dispatcher, admin, self.metrics, self._certificates)
         self._metrics_server: MetricsServer | None = None
         self._tasks: list[asyncio.Task[None]] = []

@@ -3,11 +3,12 @@
 An answer's messages pass through as the bytes that the replica sent; a router neither parses nor copies them.
 """
 
+import asyncio
 import logging
 import re
 import secrets
 import socket
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import Sequence
 from contextlib import aclosing
 from typing import Any
 
@@ -22,9 +23,10 @@ from common.tls import Certificates, grpc_server_credentials
 from router.admin import Admin
 from router.config import RouterConfig
 from router.dispatch import Dispatcher, Route
-from router.errors import InvalidRequestError, RouterError
+from router.errors import BodyTooSlowError, InvalidRequestError, RouterError, StalledError
 from router.explain import as_metadata, explain
 from router.fleet import Fleet
+from router.metrics import RouterMetrics
 from router.worker_client import MAX_MESSAGE_BYTES
 
 log = logging.getLogger(__name__)
@@ -33,6 +35,8 @@ INFERENCE_SERVICE = "warmfront.v1.Inference"
 ADMIN_SERVICE = "warmfront.v1.Admin"
 EXPLAIN_HEADER = "x-warmfront-explain"
 _REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}")
+
+_CUT_OFF_S = 1.0
 
 Context = grpc.aio.ServicerContext[Any, Any]
 
@@ -51,10 +55,12 @@ class GrpcFront:
         fleet: Fleet,
         dispatcher: Dispatcher,
         admin: Admin,
+        metrics: RouterMetrics,
         certificates: Certificates | None,
     ) -> None:
         self._config = config
         self._certificates = certificates
+        self._metrics = metrics
         self._fleet = fleet
         self._dispatcher = dispatcher
         self._admin = admin
@@ -72,7 +78,8 @@ class GrpcFront:
                 grpc.method_handlers_generic_handler(
                     INFERENCE_SERVICE,
                     {
-                        "Generate": grpc.unary_stream_rpc_method_handler(self._generate),
+                        # The wire of unary_stream; the message is read by hand, so that its arrival has a limit.
+                        "Generate": grpc.stream_stream_rpc_method_handler(self._generate),
                         "ListModels": grpc.unary_unary_rpc_method_handler(
                             self._list_models,
                             request_deserializer=inference_pb2.ListModelsRequest.FromString,
@@ -142,13 +149,14 @@ class GrpcFront:
         """Take no new calls, let the running ones end within ``grace_s``."""
         await self._server.stop(grace_s)
 
-    async def _generate(self, data: bytes, context: Context) -> AsyncGenerator[bytes, None]:
+    async def _generate(self, _messages: object, context: Context) -> None:
         metadata = _text_metadata(context)
         request_id = request_id_of(metadata.get("x-request-id"))
         route, work, status = Route(), None, "CANCELLED"
+        patience = _Patience(self._config.stall_timeout_s)
         try:
             work = await self._dispatcher.prepare(
-                _parsed(data),
+                _parsed(await self._read(context)),
                 request_id=request_id,
                 timeout_s=context.time_remaining(),
                 session=metadata.get("x-warmfront-session", ""),
@@ -156,7 +164,9 @@ class GrpcFront:
             )
             async with aclosing(self._dispatcher.generate(work, route)) as messages:
                 async for message in messages:
-                    yield message
+                    patience.begin()
+                    await context.write(message)
+                    patience.end()
             trailing = route.headers(request_id, self._config.policy)
             if metadata.get(EXPLAIN_HEADER) == "1" and route.record is not None:
                 trailing.append((EXPLAIN_HEADER, as_metadata(explain(route.record))))
@@ -165,13 +175,46 @@ class GrpcFront:
         except RouterError as error:
             status = error.status
             await _abort(context, error, route.headers(request_id, self._config.policy))
+        except asyncio.CancelledError:
+            if not patience.is_over:
+                raise
+            status = "ABORTED"
+            self._stalled(request_id)
+            await self._cut_off(context)
         except Exception:
             status = "INTERNAL"
             log.exception("a request failed inside the router request=%s", request_id)
             await _abort(context, RouterError("the router failed; its log has the reason"))
         finally:
+            patience.stop()
             self._dispatcher.count(status)
             self._dispatcher.ended(request_id, status, work, route)
+
+    async def _read(self, context: Context) -> bytes:
+        """The call's message. Raises ``RouterError`` where it does not come, or not in time."""
+        timeout_s = self._config.body_timeout_s
+        try:
+            async with asyncio.timeout(timeout_s):
+                data: Any = await context.read()
+        except TimeoutError:
+            raise BodyTooSlowError(f"the message was not whole within {timeout_s:g} s: send it faster") from None
+        if data is grpc.aio.EOF:
+            raise InvalidRequestError("the call has no message: send one warmfront.v1.GenerateRequest")
+        message: bytes = data
+        return message
+
+    def _stalled(self, request_id: str) -> None:
+        self._metrics.stalled.inc()
+        limit_s = self._config.stall_timeout_s
+        log.warning("a client took nothing of its answer request=%s after_s=%g", request_id, limit_s)
+
+    async def _cut_off(self, context: Context) -> None:
+        """Say so to a client that may never hear it: the status waits behind the messages that it does not take."""
+        try:
+            async with asyncio.timeout(_CUT_OFF_S):
+                await _abort(context, StalledError("nothing of the answer was taken for --stall-timeout: read faster"))
+        except (TimeoutError, grpc.aio.InternalError):
+            pass  # it reads no more, or has gone meanwhile
 
     async def _list_models(
         self, request: inference_pb2.ListModelsRequest, context: Context
@@ -225,6 +268,39 @@ class GrpcFront:
         except RouterError as error:
             await _abort(context, error)
             raise
+
+
+class _Patience:
+    """Cancels the task that made it when one write takes longer than a limit. Costs next to nothing per write."""
+
+    def __init__(self, limit_s: float) -> None:
+        self._limit_s = limit_s
+        self._task = asyncio.current_task()
+        self._loop = asyncio.get_running_loop()
+        self._since_s: float | None = None
+        self._timer: asyncio.TimerHandle | None = None
+        self.is_over = False
+
+    def begin(self) -> None:
+        self._since_s = self._loop.time()
+        if self._timer is None:
+            self._timer = self._loop.call_at(self._since_s + self._limit_s, self._check)
+
+    def end(self) -> None:
+        self._since_s = None
+
+    def stop(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+
+    def _check(self) -> None:
+        now = self._loop.time()
+        since_s = now if self._since_s is None else self._since_s
+        if now - since_s >= self._limit_s and self._task is not None:
+            self.is_over = True
+            self._task.cancel()
+        else:
+            self._timer = self._loop.call_at(since_s + self._limit_s, self._check)
 
 
 def _parsed(data: bytes) -> inference_pb2.GenerateRequest:

@@ -94,7 +94,9 @@ class SimulatedWorker(worker_pb2_grpc.WorkerServicer):
         )
         self.state: int = common_pb2.READY
         self.requests: list[worker_pb2.WorkerGenerateRequest] = []
+        self.deadlines_s: list[float | None] = []  # what each was given
         self.num_cancelled = 0
+        self.num_answered = 0  # to their ends
         self.running = 0
         self.address = ""
         self.tokenizer = byte_tokenizer()
@@ -133,11 +135,13 @@ class SimulatedWorker(worker_pb2_grpc.WorkerServicer):
         self, request: worker_pb2.WorkerGenerateRequest, context: grpc.aio.ServicerContext[Any, Any]
     ) -> AsyncIterator[inference_pb2.GenerateResponse]:
         self.requests.append(request)
+        self.deadlines_s.append(context.time_remaining())
         await self._check(request, context)
         self.running += 1
         try:
             async for message in self._answer(request, context):
                 yield message
+            self.num_answered += 1
         except asyncio.CancelledError:
             self.num_cancelled += 1
             raise
