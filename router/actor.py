@@ -7,9 +7,10 @@ again after a crash. If they end without being asked to, the process ends too, s
 import asyncio
 import os
 import threading
+from collections.abc import Callable
 from typing import Any
 
-import ray
+from ray.actor import exit_actor
 
 from common.logs import configure_logging
 from router.config import RouterConfig
@@ -20,9 +21,14 @@ _STOP_MARGIN_S = 10.0
 
 
 class RouterActor:
-    """Make it an actor by ``start_router_actor``. Raises ``OSError`` when a port cannot be had."""
+    """Make it an actor by ``ray.remote(RouterActor)``.
 
-    def __init__(self, config: RouterConfig) -> None:
+    ``make_config`` is called here, on the router's own node, so that no secret passes through Ray. Raises what it
+    raises, and ``OSError`` when a port cannot be had.
+    """
+
+    def __init__(self, make_config: Callable[[], RouterConfig]) -> None:
+        config = make_config()
         configure_logging(as_json=config.log_json, level=config.log_level)
         self._config = config
         self._router: Router | None = None
@@ -42,18 +48,22 @@ class RouterActor:
         """Proof of life: where it listens and, unless it is ready, why not."""
         assert self._endpoints is not None
         assert self._router is not None
+        fleet, not_ready = self._router.fleet, self._router.fleet.why_not_ready()
         return {
             "http": self._endpoints.http,
             "grpc": self._endpoints.grpc,
             "metrics": self._endpoints.metrics,
             "pid": os.getpid(),
-            "not_ready": self._router.fleet.why_not_ready(),
+            "not_ready": not_ready,
+            # Without a worker no router can be ready, and none is better than another.
+            "state": "READY" if not (not_ready and fleet.ready) else "STARTING",
         }
 
     def drain(self) -> None:
-        """Stop taking requests, let the running ones end; returns when all is closed."""
+        """Stop taking requests, let the running ones end, and end the actor for good."""
         self._loop.call_soon_threadsafe(self._stop.set)
         self._thread.join(self._config.drain_timeout_s + _STOP_MARGIN_S)
+        exit_actor()
 
     def _run(self) -> None:
         try:
@@ -71,20 +81,3 @@ class RouterActor:
         self._has_started.set()
         await self._stop.wait()
         await self._router.drain()
-
-
-def start_router_actor(config: RouterConfig, **options: Any) -> Any:
-    """The handle of a router actor named after ``router_id``; one that runs already is adopted.
-
-    ``options`` are Ray's own and come last.
-    """
-    kept = {
-        "name": config.router_id,
-        "get_if_exists": True,
-        "lifetime": "detached",
-        "max_restarts": -1,
-        "max_task_retries": 0,
-        "max_concurrency": 4,  # a ping is answered while it drains
-        "num_cpus": 0,
-    }
-    return ray.remote(RouterActor).options(**{**kept, **options}).remote(config)

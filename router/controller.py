@@ -1,56 +1,116 @@
-"""Keeps the wanted workers running: launches them, watches them, replaces those that hang.
+"""Keeps the wanted routers and workers running: starts and watches them, replaces those that hang, rolls out new ones.
 
-Ray restarts an actor whose process dies, but never notices one that hangs. So each worker is asked twice, every few
-seconds and with a deadline: the actor by ``ping``, its server by the standard gRPC health call. Three strikes in a row
-and its process is killed; Ray starts it again, under a new generation. The controller is not on the request path, and
-one that is restarted adopts what runs.
+The loop looks at what is wanted (a file that is read again when it changes), at what runs (a ``Launcher``: Ray actors,
+or child processes of `up`) and at the workers' leases, asks ``reconcile.plan`` what to do, and does it. Whoever runs
+parts restarts one whose process dies, but nobody else notices one that hangs: so each is asked every second and with a
+deadline, and after three strikes in a row its process is killed. The controller is not on the request path; one that
+is started again adopts what runs.
 """
 
+import json
 import logging
+import os
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
-from typing import Any
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any, Protocol
 
-import ray
-import ray.exceptions
+from warmfront_pb.v1 import common_pb2
 
-from router.worker_client import is_serving
+from router.autoscale import Autoscale, Autoscaler, Signal, signal_of
+from router.reconcile import (
+    DRAINING,
+    GONE,
+    READY,
+    STARTING,
+    Drain,
+    Group,
+    Memory,
+    Part,
+    Rollout,
+    hold_out,
+    phase_of,
+    plan,
+)
+from router.registry import LeaseReader
 
 log = logging.getLogger(__name__)
 
 MAX_STRIKES = 3
-_CONNECT_TIMEOUT_S = 1.0
-_DEAD = "DEAD"
-_RESTARTING = "RESTARTING"
+STATUS_FILE, MEMORY_FILE = "status.json", "memory.json"
+_LONGEST_BACKOFF_S = 30.0
+_DRAIN_MARGIN_S = 15.0
+_PREFIXES = {"router": "router-", "worker": "w"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class WorkerSpec:
-    """A worker that should run. ``launch_worker`` knows what the settings mean."""
+class Desired:
+    """What should run. A role that is absent is somebody else's: Kubernetes', say."""
 
+    fleet: str
+    redis_url: str = field(repr=False)  # may hold a password
+    groups: tuple[Group, ...] = ()
+    autoscale: Autoscale | None = None  # of the workers
+    suffix: str = ""  # of every worker's name, where other clusters share the fleet
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Seen:
+    """One part as its launcher sees it now."""
+
+    role: str
     name: str
-    settings: dict[str, Any] = field(default_factory=dict, repr=False)
+    revision: str
+    pid: int = 0  # 0: not known
+    address: str = ""
+    state: str = STARTING  # GONE without a fault: it was drained and has ended
+    generation: str = ""
+    fault: str = ""  # why it failed, by its own words
+    exit_code: int = 0  # with which it then ended
+    error: str = ""  # what is wrong with it now; empty: it is well
+    answers: bool = False  # this very look had an answer from the part itself
+    is_restarting: bool = False  # its process is gone and its launcher starts it again
+    is_dead: bool = False  # its launcher does not start it again
 
 
-# Starts a worker actor, or finds the one that runs under this name. Its ``ping`` answers {"address": host:port, ...}.
-LaunchWorker = Callable[[WorkerSpec], Any]
+class Launcher(Protocol):
+    """How parts run: as actors of a Ray cluster, or as child processes."""
+
+    def look(self, leases: Mapping[str, common_pb2.ReplicaLease]) -> list[Seen]:
+        """Every part of this fleet that runs or has just ended, whoever started it; one just started at once."""
+        ...
+
+    def start(self, group: Group, name: str, revision: str) -> None:
+        """Starts a part; it is started again when it dies, until it is removed."""
+        ...
+
+    def drain(self, name: str, deadline_s: float) -> None:
+        """Takes a part out of service for good; returns at once."""
+        ...
+
+    def replace(self, name: str) -> None:
+        """Kills the process of a part that hangs and starts it again."""
+        ...
+
+    def remove(self, name: str) -> None:
+        """Ends what is left of a part, and forgets it."""
+        ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WatchTiming:
-    """How closely workers are watched."""
+    """How closely parts are watched."""
 
-    period_s: float = 2.0
-    deadline_s: float = 3.0  # for an answer
+    period_s: float = 1.0
     start_timeout_s: float = 600.0  # until the first good answer of a boot
 
 
 @dataclass(slots=True)
-class WorkerHealth:
-    """One worker's record. Plain data: the clock is passed in."""
+class Health:
+    """One part's record of answers. Plain data: the clock is passed in."""
 
     started_s: float
     boot: int = 0  # its process; 0: not known yet
@@ -66,7 +126,7 @@ class WorkerHealth:
         self.strikes = 0
 
     def observe(self, error: str, now: float, start_timeout_s: float) -> bool:
-        """Take one look's outcome ("" is well); whether the worker must be killed."""
+        """Take one look's outcome ("" is well); whether the part must be killed."""
         self.last_error = error
         if not error:
             self.has_served = True
@@ -83,160 +143,342 @@ class WorkerHealth:
 
 
 @dataclass(slots=True)
-class _Worker:
-    spec: WorkerSpec
-    handle: Any
-    health: WorkerHealth
-    address: str = ""  # of its server, when it last answered
+class _Record:
+    seen: Seen
+    health: Health
+    state: str = STARTING
+    fault: str = ""
+    exit_code: int = 0
+    is_new: bool = True  # it has never been READY
+    drain_until_s: float | None = None  # we have asked it to drain, and wait until then
 
 
 class Controller:
-    """Make it an actor by ``start_controller``."""
+    """The loop, in a thread of its own. ``state_dir`` gets ``status.json``, and ``memory.json`` for the next one."""
 
     def __init__(
         self,
-        launch_worker: LaunchWorker,
-        specs: Iterable[WorkerSpec],
+        read_desired: Callable[[], Desired],
+        make_launcher: Callable[[Desired], Launcher],
+        state_dir: Path,
         timing: WatchTiming | None = None,
     ) -> None:
-        self._launch_worker = launch_worker
+        self._read_desired = read_desired
+        self._make_launcher = make_launcher
+        self._state_dir = state_dir
         self._timing = timing or WatchTiming()
-        self._workers: dict[str, _Worker] = {}
-        self._lock = threading.Lock()
+        self._desired: Desired | None = None
+        self._desired_error = ""
+        self._launcher: Launcher | None = None
+        self._leases: LeaseReader | None = None
+        self._autoscaler: Autoscaler | None = None
+        self._signal = Signal()
+        self._records: dict[str, _Record] = {}
+        self._groups: dict[str, Group] = {}  # by revision: those wanted, and the last good ones
+        self._memories: dict[str, Memory] = {}  # by role
+        self._retries: dict[str, tuple[float, float]] = {}  # of parts that cannot be made: when next, and the wait
+        self._status = ""
+        self._remembered: dict[str, Any] = {}
+        self._recall()
         self._is_stopped = threading.Event()
-        self.set_workers(specs)
-        self._thread = threading.Thread(target=self._watch, name="watch", daemon=True)
+        self._thread = threading.Thread(target=self._watch, name="controller", daemon=True)
         self._thread.start()
 
-    def set_workers(self, specs: Iterable[WorkerSpec]) -> None:
-        """Make these the workers that run: launch what is missing, drain and end what is too much."""
-        wanted = {spec.name: spec for spec in specs}
-        with self._lock:
-            missing = [spec for name, spec in wanted.items() if name not in self._workers]
-            surplus = [self._workers.pop(name) for name in list(self._workers) if name not in wanted]
-            for spec in missing:
-                health = WorkerHealth(time.monotonic())
-                self._workers[spec.name] = _Worker(spec, self._launch_worker(spec), health)
-        for worker in surplus:
-            _end(worker)
-
-    def report(self) -> list[dict[str, Any]]:
-        """What is known of each worker."""
-        with self._lock:
-            return [
-                {
-                    "name": worker.spec.name,
-                    "is_serving": worker.health.has_served and not worker.health.last_error,
-                    "strikes": worker.health.strikes,
-                    "restarts": worker.health.restarts,
-                    "last_error": worker.health.last_error,
-                }
-                for worker in self._workers.values()
-            ]
-
-    def ping(self) -> bool:
-        """Proof of life: whether the watch goes on."""
+    def is_alive(self) -> bool:
+        """Whether the loop goes on."""
         return self._thread.is_alive()
 
     def stop(self) -> None:
-        """Stop watching; the workers go on."""
+        """Stop watching; the parts go on."""
         self._is_stopped.set()
         self._thread.join()
 
     def _watch(self) -> None:
-        while not self._is_stopped.wait(self._timing.period_s):
+        while not self._is_stopped.is_set():
             try:
-                self._look()
+                self.look()
             except Exception:
-                log.exception("looking at the workers failed")
+                log.exception("looking at the parts failed")
+            self._is_stopped.wait(self._timing.period_s)
 
-    def _look(self) -> None:
-        with self._lock:
-            workers = list(self._workers.values())
-        pings = {worker.spec.name: worker.handle.ping.remote() for worker in workers}
-        if pings:
-            ray.wait(list(pings.values()), num_returns=len(pings), timeout=self._timing.deadline_s)
-        for worker in workers:
-            answer, error = self._answer_of(worker, pings[worker.spec.name])
-            if answer.get("state") == "GONE" and not answer.get("fault"):  # with one it failed, and ends in a moment
-                self._let_go(worker)
-                continue
-            health, now, boot = worker.health, time.monotonic(), answer.get("pid", 0)
-            if boot not in (0, health.boot) or (health.has_served and answer.get("state") == _RESTARTING):
-                health.begin_boot(now, boot)
-            if health.observe(error, now, self._timing.start_timeout_s):
-                log.error("worker is replaced worker=%s error=%r", worker.spec.name, error)
-                if answer.get("state") == _DEAD:  # Ray makes no new one when the first could not even be made
-                    worker.handle = self._launch_worker(worker.spec)
-                else:
-                    ray.kill(worker.handle, no_restart=False)
+    def look(self) -> None:
+        """One turn of the loop."""
+        self._take_desired()
+        if self._desired is None:
+            self._write_status([])
+            return
+        if self._launcher is None:
+            self._launcher = self._make_launcher(self._desired)
+        leases = self._read_leases(self._desired)
+        self._observe(self._launcher, leases)
+        for group in self._wanted_groups(self._desired):
+            self._reconcile(self._launcher, group, leases)
+        self._remember()
+        self._write_status(self._wanted_groups(self._desired))
 
-    def _let_go(self, worker: _Worker) -> None:
-        """A worker that was drained wants to stay away: it is not started again."""
-        log.info("worker was drained worker=%s", worker.spec.name)
-        with self._lock:
-            self._workers.pop(worker.spec.name, None)
-        ray.kill(worker.handle, no_restart=True)
+    # What is wanted
 
-    def _answer_of(self, worker: _Worker, ping: Any) -> tuple[dict[str, Any], str]:
-        """A worker's answer to a ping, and what is wrong by that and its server's health; empty when nothing is."""
+    def _take_desired(self) -> None:
         try:
-            answer: dict[str, Any] = ray.get(ping, timeout=0)
-        except ray.exceptions.GetTimeoutError:
-            if _refuses(worker.address):  # Ray keeps calls back while it starts an actor again
-                return {"state": _RESTARTING}, "its process is gone, Ray starts it again"
-            return {}, f"no answer to ping within {self._timing.deadline_s:g} s"
-        except ray.exceptions.ActorDiedError as error:
-            ended_itself = "INTENDED_USER_EXIT" in str(error)  # Ray's word for exit_actor
-            return {"state": "GONE" if ended_itself else _DEAD}, f"its actor died: {error}"
-        except ray.exceptions.ActorUnavailableError:
-            return {"state": _RESTARTING}, "its process is gone, Ray starts it again"
-        except ray.exceptions.RayError as error:
-            return {}, f"ping failed: {type(error).__name__}"
-        worker.address = address = answer.get("address", "")
-        if not address:
-            return answer, "its server does not listen yet"
-        is_well = is_serving(address, self._timing.deadline_s)
-        return answer, "" if is_well else f"its server at {address} is not healthy"
+            desired = self._read_desired()
+        except (ValueError, OSError) as error:
+            if str(error) != self._desired_error:
+                log.error("desired state refused, the last one holds: %s", error)
+            self._desired_error = str(error)
+            return
+        if self._desired is not None and desired.fleet != self._desired.fleet:
+            self._desired_error = (
+                f"fleet was {self._desired.fleet} and cannot become {desired.fleet}: start another controller for it"
+            )
+            return
+        self._desired_error = ""
+        if desired != self._desired:
+            log.info("desired %s", " ".join(f"{g.role}s={g.count} revision={g.revision}" for g in desired.groups))
+            if self._desired is None or desired.redis_url != self._desired.redis_url:
+                self._leases = LeaseReader(desired.redis_url, desired.fleet)
+            self._desired = desired
+
+    def _wanted_groups(self, desired: Desired) -> list[Group]:
+        """The groups, with the number of workers that the load asks for."""
+        groups = []
+        for group in desired.groups:
+            if group.role == "worker" and desired.autoscale is not None:
+                if self._autoscaler is None:
+                    self._autoscaler = Autoscaler(group.count)
+                group = replace(group, count=self._autoscaler.count)
+            groups.append(group)
+        if desired.autoscale is None:
+            self._autoscaler = None
+        return groups
+
+    def _read_leases(self, desired: Desired) -> Mapping[str, common_pb2.ReplicaLease]:
+        """By replica; none while Redis is away, when the signal stays as it was."""
+        assert self._leases is not None
+        leases = self._leases.read()
+        if leases is None:
+            return {}
+        bounds = desired.autoscale
+        self._signal = signal_of(leases, bounds.target_wait_s) if bounds is not None else signal_of(leases)
+        if bounds is not None and self._autoscaler is not None:
+            before = self._autoscaler.count
+            if self._autoscaler.observe(self._signal, bounds, time.monotonic()) != before:
+                log.info("autoscale workers=%d before=%d signal=%s", self._autoscaler.count, before, self._signal)
+        return {lease.replica: lease for lease in leases}
+
+    # What runs
+
+    def _observe(self, launcher: Launcher, leases: Mapping[str, common_pb2.ReplicaLease]) -> None:
+        now = time.monotonic()
+        looked = {seen.name: seen for seen in launcher.look(leases)}
+        for name in self._records.keys() - looked.keys():
+            del self._records[name]
+        for name, seen in looked.items():
+            record = self._records.get(name)
+            if record is None:
+                record = self._records[name] = _Record(seen, Health(now))
+            record.seen = seen
+            if seen.state == GONE and not seen.fault and not seen.is_restarting:
+                self._let_go(launcher, record)
+            elif seen.is_dead:
+                record.fault, record.exit_code, record.state = seen.fault or seen.error, seen.exit_code, GONE
+                self._start_again(launcher, record, now)
+            else:
+                self._judge(launcher, record, now)
+
+    def _judge(self, launcher: Launcher, record: _Record, now: float) -> None:
+        seen, health = record.seen, record.health
+        if seen.pid not in (0, health.boot) or (health.has_served and seen.is_restarting):
+            if record.is_new and health.boot and not record.fault:
+                record.fault = seen.fault or "it ended before it was READY"
+            health.begin_boot(now, seen.pid)
+        if seen.fault and record.is_new:
+            record.fault, record.exit_code = seen.fault, seen.exit_code
+        if seen.answers:
+            record.state = seen.state
+        elif seen.is_restarting:
+            record.state = STARTING
+        if record.state == READY:
+            record.is_new, record.fault = False, ""
+            self._retries.pop(seen.name, None)
+        if record.drain_until_s is not None:
+            if now > record.drain_until_s:
+                log.error("part did not drain in time and is ended part=%s", seen.name)
+                launcher.remove(seen.name)
+                del self._records[seen.name]
+        elif record.state == DRAINING:
+            pass  # somebody else's drain has a deadline of its own, and ends when its worker does
+        elif health.observe(seen.error, now, self._timing.start_timeout_s):
+            log.error("part is replaced part=%s error=%r", seen.name, seen.error)
+            record.state = STARTING
+            launcher.replace(seen.name)
+
+    def _let_go(self, launcher: Launcher, record: _Record) -> None:
+        """A part that was drained stays away. Where somebody else asked for it, none takes its place."""
+        seen = record.seen
+        log.info("part was drained part=%s", seen.name)
+        if record.drain_until_s is None:
+            self._memories[seen.role] = hold_out(self._memories.get(seen.role, Memory()), seen.name)
+        launcher.remove(seen.name)
+        del self._records[seen.name]
+
+    def _start_again(self, launcher: Launcher, record: _Record, now: float) -> None:
+        """One that could not even be made: later each time."""
+        seen = record.seen
+        group = self._groups.get(seen.revision)
+        at_s, wait_s = self._retries.get(seen.name, (now, 0.5))
+        if now < at_s:
+            return
+        log.error("part could not be started part=%s error=%r", seen.name, record.fault)
+        self._retries[seen.name] = (now + wait_s, min(_LONGEST_BACKOFF_S, 2 * wait_s))
+        launcher.remove(seen.name)
+        if group is None or record.drain_until_s is not None:
+            del self._records[seen.name]
+        else:
+            launcher.start(group, seen.name, seen.revision)
+
+    # What to do
+
+    def _parts(self, role: str) -> list[Part]:
+        return [
+            Part(
+                name=record.seen.name,
+                revision=record.seen.revision,
+                state=DRAINING if record.drain_until_s is not None else record.state,
+                fault=record.fault,
+            )
+            for record in self._records.values()
+            if record.seen.role == role
+        ]
+
+    def _reconcile(self, launcher: Launcher, group: Group, leases: Mapping[str, common_pb2.ReplicaLease]) -> None:
+        assert self._desired is not None
+        memory = self._memories.get(group.role, Memory())
+        if memory.good and memory.good not in self._groups:  # nobody knows its settings any more
+            memory = replace(memory, good="")
+        self._groups[group.revision] = group
+        suffix = self._desired.suffix if group.role == "worker" else ""
+        taken = {name.removesuffix(suffix) for name in leases} if group.role == "worker" else ()
+        parts = [replace(part, name=part.name.removesuffix(suffix)) for part in self._parts(group.role)]
+        before = memory
+        actions, memory = plan(
+            group,
+            parts,
+            memory,
+            now=time.time(),
+            wait_s=self._signal.wait_s,
+            taken=taken,
+            prefix=_PREFIXES[group.role],
+        )
+        if memory.failed != before.failed and memory.failed:
+            log.error("rollout failed role=%s revision=%s why=%r", group.role, memory.failed, memory.why)
+        self._memories[group.role] = memory
+        for action in actions:
+            name = action.name + suffix
+            if isinstance(action, Drain):
+                record = self._records[name]
+                deadline_s = self._groups.get(record.seen.revision, group).drain_s
+                log.info("drain part=%s revision=%s", name, record.seen.revision)
+                record.drain_until_s = time.monotonic() + deadline_s + _DRAIN_MARGIN_S
+                launcher.drain(name, deadline_s)
+            else:
+                log.info("start part=%s revision=%s", name, action.revision)
+                launcher.start(self._groups[action.revision], name, action.revision)
+                seen = Seen(role=group.role, name=name, revision=action.revision)
+                self._records[name] = _Record(seen, Health(time.monotonic()))
+        kept = {memory.good for memory in self._memories.values()} | {g.revision for g in self._desired.groups}
+        kept |= {record.seen.revision for record in self._records.values()}
+        self._groups = {revision: one for revision, one in self._groups.items() if revision in kept}
+
+    # What is told and kept
+
+    def _recall(self) -> None:
+        try:
+            kept = json.loads((self._state_dir / MEMORY_FILE).read_text(encoding="utf-8"))
+            for role, values in kept["memories"].items():
+                self._memories[role] = Memory(**{**values, "held_out": tuple(values["held_out"])})
+            for values in kept["groups"]:
+                group = Group(**{**values, "rollout": Rollout(**values["rollout"])})
+                self._groups[group.revision] = group
+            self._remembered = kept
+        except FileNotFoundError:
+            return
+        except (OSError, ValueError, TypeError, KeyError) as error:
+            log.warning("cannot read what an earlier controller remembered: %r", error)
+
+    def _remember(self) -> None:
+        good = {memory.good for memory in self._memories.values()}
+        content: dict[str, Any] = {
+            "memories": {
+                role: {**asdict(memory), "held_out": list(memory.held_out)} for role, memory in self._memories.items()
+            },
+            "groups": [asdict(group) for revision, group in self._groups.items() if revision in good],
+        }
+        if content != self._remembered:
+            self._write(MEMORY_FILE, json.dumps(content))
+            self._remembered = content
+
+    def _write_status(self, groups: list[Group]) -> None:
+        report = {
+            "controller": os.getpid(),
+            "fleet": self._desired.fleet if self._desired is not None else "",
+            "desired_error": self._desired_error,
+            "signal": {**asdict(self._signal), "wait_s": self._signal.wait_s},
+            "groups": {group.role: self._group_status(group) for group in groups},
+            "parts": [self._part_status(record) for record in self._records.values()],
+        }
+        text = json.dumps(report, indent=1)
+        if text != self._status:
+            self._write(STATUS_FILE, text)
+            self._status = text
+
+    def _group_status(self, group: Group) -> dict[str, Any]:
+        memory, parts = self._memories.get(group.role, Memory()), self._parts(group.role)
+        return {
+            "count": group.count,
+            "held_out": list(memory.held_out),
+            "revision": group.revision,
+            "good": memory.good,
+            "phase": phase_of(group, parts, memory),
+            "why": memory.why,
+            "timed_out": memory.timed_out,
+            "ready": sum(part.is_ready for part in parts),
+            "new": sum(part.is_ready and part.revision == group.revision for part in parts),
+        }
+
+    def _part_status(self, record: _Record) -> dict[str, Any]:
+        seen = record.seen
+        return {
+            "role": seen.role,
+            "name": seen.name,
+            "revision": seen.revision,
+            "pid": seen.pid,
+            "address": seen.address,
+            "generation": seen.generation,
+            "state": DRAINING if record.drain_until_s is not None else record.state,
+            "fault": record.fault,
+            "exit_code": record.exit_code,
+            "error": seen.error,
+            "strikes": record.health.strikes,
+            "restarts": record.health.restarts,
+        }
+
+    def _write(self, name: str, text: str) -> None:
+        """In one step, readable by its owner alone: settings may hold a password."""
+        path = self._state_dir / name
+        temporary = path.with_name(f".{name}.{os.getpid()}")
+        descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+        with os.fdopen(descriptor, "w", encoding="utf-8") as file:
+            file.write(text)
+        temporary.replace(path)
 
 
-def _refuses(address: str) -> bool:
+def refuses(address: str, timeout_s: float = 1.0) -> bool:
     """Whether nobody listens there any more; a process that hangs or is stopped still does."""
     host, _, port = address.rpartition(":")
     try:
-        socket.create_connection((host.strip("[]"), int(port)), timeout=_CONNECT_TIMEOUT_S).close()
+        socket.create_connection((host.strip("[]"), int(port)), timeout=timeout_s).close()
     except ConnectionRefusedError:
         return True
     except (OSError, ValueError):
         return False
     return False
-
-
-def _end(worker: _Worker) -> None:
-    """Drain a worker that is no longer wanted; its actor ends when the drain has."""
-    try:
-        ray.get(worker.handle.drain.remote())
-    except ray.exceptions.RayError as error:
-        log.warning("drain failed worker=%s error=%s", worker.spec.name, type(error).__name__)
-    ray.kill(worker.handle, no_restart=True)
-
-
-def start_controller(
-    launch_worker: LaunchWorker,
-    specs: Iterable[WorkerSpec],
-    *,
-    name: str,
-    timing: WatchTiming | None = None,
-    **options: Any,
-) -> Any:
-    """The handle of the controller actor of that name; one that runs already is adopted."""
-    kept = {
-        "name": name,
-        "get_if_exists": True,
-        "lifetime": "detached",
-        "max_restarts": -1,
-        "max_task_retries": 0,
-        "max_concurrency": 4,
-        "num_cpus": 0,
-    }
-    return ray.remote(Controller).options(**{**kept, **options}).remote(launch_worker, list(specs), timing)

@@ -14,6 +14,7 @@ from warmfront_pb.v1 import common_pb2
 
 from cache.block_hash import HashScheme
 from cache.prefix_index import PrefixIndex
+from router.autoscale import signal_of
 from router.breaker import Breaker
 from router.chain_memo import ChainMemo
 from router.config import RouterConfig
@@ -279,6 +280,9 @@ class Fleet:
             metrics.tokenizer_cache_hits.inc(max(0, hits - self._num_tokenizer_hits))
             self._num_tokenizer_hits = hits
         metrics.replicas_ready.set(len(self.ready))
+        signal = signal_of([member.replica.lease for member in self.ready.values()])
+        metrics.waiting_seconds.set(signal.waiting_s)
+        metrics.work.set(signal.work)
         refused = 0
         for member in self.members.values():
             fault = member.replica.fault

@@ -65,6 +65,10 @@ class RouterMetrics:
         self.tokenizer_cache_hits = counter("tokenizer_cache_hits", "Prompt tokens that were not encoded again.")
         self.redis_up = gauge("redis_up", "Whether Redis answered the last look at the leases.")
         self.replicas_ready = gauge("replicas_ready", "Replicas that take user traffic.")
+        self.waiting_seconds = gauge(
+            "waiting_seconds", "Prefill that waits in the fleet, in seconds of one replica's work."
+        )
+        self.work = gauge("work", "The fleet's load in replicas: how many it needs at least.")
         self.replicas_refused = gauge("replicas_refused", "Replicas refused for their contract or protocol.")
         self.tls_expiry = gauge(
             "tls_certificate_expiry_timestamp_seconds",

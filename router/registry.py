@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
+import redis
 import redis.asyncio as redis_asyncio
 from google.protobuf.message import DecodeError, Message
 from redis.exceptions import RedisError
@@ -235,6 +236,27 @@ class Registry:
         contract, *leases = values
         known = [_decoded(common_pb2.ReplicaLease, name, data) for name, data in zip(names, leases, strict=True)]
         return _decoded(common_pb2.Contract, "contract", contract), [lease for lease in known if lease is not None]
+
+
+class LeaseReader:
+    """The leases as they stand, for the controller's thread. Blocks for up to a few seconds."""
+
+    def __init__(self, url: str, fleet: str) -> None:
+        self._client = redis.Redis.from_url(
+            url, protocol=2, socket_timeout=_REDIS_TIMEOUT_S, socket_connect_timeout=_REDIS_TIMEOUT_S
+        )
+        self._keys = FleetKeys(fleet)
+
+    def read(self) -> list[common_pb2.ReplicaLease] | None:
+        """Every replica's; None when Redis does not answer."""
+        try:
+            found: Any = self._client.zrange(self._keys.replicas, 0, -1)
+            names = [name.decode() for name in found]
+            values: Any = self._client.mget([self._keys.replica(name) for name in names]) if names else []
+        except (RedisError, OSError):
+            return None
+        leases = [_decoded(common_pb2.ReplicaLease, name, data) for name, data in zip(names, values, strict=True)]
+        return [lease for lease in leases if lease is not None]
 
 
 def _decoded(kind: type[_M], name: str, data: bytes | None) -> _M | None:

@@ -27,6 +27,7 @@ COMMANDS = {
     "drain": ("warmfront.status", "drain", "Take a replica out of service; running requests end."),
     "reset": ("warmfront.status", "reset", "Let every replica forget its cached blocks."),
     "down": ("warmfront.down", "down", "End a cluster, or remove what a killed `up` left."),
+    "controller": ("warmfront.controller", "controller", "Run routers and workers on a Ray cluster, as a file says."),
     "router": ("warmfront.parts", "router", "Run one router, for containers."),
     "worker": ("warmfront.parts", "worker", "Run one worker, for containers."),
     "config": ("warmfront.parts", "config", "Show settings and where each comes from."),

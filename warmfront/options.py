@@ -290,6 +290,7 @@ FLAGS = tuple(entry for entry in _TABLE if isinstance(entry, Flag))
 BY_PARAM = {flag.param: flag for flag in FLAGS}
 _VARIABLES = {flag.env for flag in FLAGS} | {ENV_PREFIX + "CONFIG", ENV_PREFIX + "URL", SEED_ENV, RUN_DIR_ENV}
 _VARIABLES |= {ENV_PREFIX + name for name in ("CA", "CERT", "KEY")}
+_VARIABLES |= {ENV_PREFIX + name for name in ("DESIRED", "RAY_ADDRESS", "STATE_DIR")}  # of `controller`
 CONFIGS: dict[str, tuple[type[Any], ...]] = {
     "up": (UpConfig, WorkerConfig, RouterConfig),
     "router": (RouterConfig,),

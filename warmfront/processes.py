@@ -4,24 +4,33 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import os
 import re
 import signal
 import sys
 import time
+from collections.abc import Coroutine, Mapping
 from dataclasses import dataclass, field
+from functools import partial
+from itertools import count
 from pathlib import Path
 from typing import Any
 
 import yaml
+from warmfront_pb.v1 import common_pb2
 
-from warmfront.errors import Failure, WrongUse
+from router.controller import Controller, Seen
+from router.reconcile import DRAINING, GONE, READY, STARTING, Group
+from router.worker_client import is_serving
+from warmfront.desired import DESIRED_FILE, own_ports, read_desired
 from warmfront.options import ENV_PREFIX, SEED_ENV
 from warmfront.run_dir import RunDir, write_private
 from warmfront.store import die_with_parent
 
 HEALTHY_AFTER_S = 60.0
 LONGEST_BACKOFF_S = 30.0
+_HEALTH_DEADLINE_S = 3.0
 
 
 def backoff_s(failures: int) -> float:
@@ -33,60 +42,55 @@ def backoff_s(failures: int) -> float:
 class _Child:
     role: str  # router or worker
     name: str
+    revision: str
     config: Path
     log: Path
+    gpu: int | None = None  # the device that it has, where each takes one
     process: asyncio.subprocess.Process | None = None
-    started_at: float = 0.0
+    started_s: float = 0.0  # by the monotonic clock
+    started_ms: int = 0  # since 1970: an older lease is another boot's
     failures: int = 0
+    fault: str = ""  # why its last process ended
+    exit_code: int = 0
+    address: str = ""  # by its last lease
+    is_unwanted: bool = False
     task: asyncio.Task[None] | None = field(default=None, repr=False)
 
 
 class ChildProcesses:
-    """Starts, restarts and ends the parts. Used from one event loop in the main thread.
+    """Parts as children of this process, for a controller in a thread of it.
 
-    A child is killed by the kernel when its parent thread ends, so nothing outlives a killed `up`.
+    Everything is done in the event loop of the main thread: a child is killed by the kernel when its parent thread
+    ends, so nothing outlives a killed `up`. ``num_gpus``: how many there are to share out, one to each worker.
     """
 
-    def __init__(self, run_dir: RunDir, log_dir: Path, env: dict[str, str]) -> None:
-        self._run_dir, self._log_dir = run_dir, log_dir
+    def __init__(self, run_dir: RunDir, log_dir: Path, env: dict[str, str], num_gpus: int = 0) -> None:
+        self._run_dir, self._log_dir, self._num_gpus = run_dir, log_dir, num_gpus
         self._env = {**child_environment(), **env}
-        self._children: list[_Child] = []
+        self._children: dict[str, _Child] = {}
+        self._controller: Controller | None = None
+        self._loop: asyncio.AbstractEventLoop | None = None
 
-    async def start(self, routers: dict[str, dict[str, Any]], workers: dict[str, dict[str, Any]]) -> None:
-        """Starts every part; the flags of each by its name."""
-        for role, parts in (("router", routers), ("worker", workers)):
-            for name, flags in parts.items():
-                config = self._run_dir.path / f"{name}.yaml"
-                write_private(config, yaml.safe_dump(flags))
-                child = _Child(role=role, name=name, config=config, log=self._log_dir / f"{name}.log")
-                await self._launch(child)
-                self._children.append(child)
+    # As `up` uses it, in the event loop
 
-    def pids(self) -> dict[str, list[int]]:
-        """The living processes by role."""
-        pids: dict[str, list[int]] = {"router": [], "worker": []}
-        for child in self._children:
-            if child.process is not None and child.process.returncode is None:
-                pids[child.role].append(child.process.pid)
-        return pids
-
-    def check_started(self) -> None:
-        """Raises ``Failure`` (``WrongUse`` for exit code 2) when a part has ended: before all are ready none may."""
-        for child in self._children:
-            code = child.process.returncode if child.process is not None else None
-            if code is not None:
-                error = WrongUse if code == 2 else Failure
-                raise error(f"{child.name} ended with code {code} while starting: {last_line(child.log)}")
-
-    async def watch(self) -> None:
-        """From now on a part that dies is started again, later each time it dies soon."""
-        for child in self._children:
-            child.task = asyncio.create_task(self._keep_alive(child), name=f"keep {child.name} alive")
+    async def begin(self, fleet: str) -> None:
+        """Starts a controller, which starts what the run directory's file says."""
+        self._loop = asyncio.get_running_loop()
+        handler = logging.FileHandler(self._log_dir / "controller.log")
+        handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
+        logger = logging.getLogger(Controller.__module__)  # its lines are none of what `up` says
+        logger.handlers, logger.propagate = [handler], False
+        logger.setLevel(logging.INFO)
+        read = partial(read_desired, self._run_dir.path / DESIRED_FILE)
+        self._controller = Controller(read, lambda desired: self, self._run_dir.path)
 
     async def stop(self, role: str, deadline_s: float, hurry: asyncio.Event) -> None:
         """Lets the parts of one role drain; kills what is left at the deadline or when ``hurry`` is set."""
-        children = [child for child in self._children if child.role == role]
+        if self._controller is not None:
+            await asyncio.to_thread(self._controller.stop)
+        children = [child for child in self._children.values() if child.role == role]
         for child in children:
+            child.is_unwanted = True
             if child.task is not None:
                 child.task.cancel()
             _send(child, signal.SIGTERM)
@@ -103,7 +107,97 @@ class ChildProcesses:
     async def close(self) -> None:
         """Nothing is left once both roles have stopped."""
 
+    # As the controller uses it, in its thread
+
+    def look(self, leases: Mapping[str, common_pb2.ReplicaLease]) -> list[Seen]:
+        """Every child; workers by their leases and the health of their servers."""
+        return [self._seen(child, leases.get(child.name)) for child in list(self._children.values())]
+
+    def start(self, group: Group, name: str, revision: str) -> None:
+        """A process of the command line's ``router`` or ``worker``, with a file of flags."""
+        flags = {**group.settings, **own_ports(name, group.settings)}
+        child = _Child(
+            role=group.role,
+            name=name,
+            revision=revision,
+            config=self._run_dir.path / f"{name}.yaml",
+            log=self._log_dir / f"{name}.log",
+        )
+        if group.role == "router":
+            flags["router_id"] = name
+        else:
+            flags["replica_id"] = name
+            if self._num_gpus:
+                held = {one.gpu for one in self._children.values()}
+                child.gpu = next(gpu for gpu in count() if gpu not in held)
+                flags["device"] = f"cuda:{child.gpu}"
+        write_private(child.config, yaml.safe_dump(flags))
+        self._children[name] = child
+        self._do(self._begin(child))
+
+    def drain(self, name: str, deadline_s: float) -> None:
+        """By SIGTERM; the deadline is among its flags."""
+        child = self._children[name]
+        child.is_unwanted = True
+        self._do(_sent(child, signal.SIGTERM))
+        if child.process is not None and child.process.returncode is not None:
+            self.remove(name)  # it had ended, and waited to be started again
+
+    def replace(self, name: str) -> None:
+        """Its process is killed, and started again as any that dies."""
+        self._do(_sent(self._children[name], signal.SIGKILL))
+
+    def remove(self, name: str) -> None:
+        """Kills what is left of it."""
+        child = self._children.pop(name, None)
+        if child is not None:
+            child.is_unwanted = True
+            self._do(_sent(child, signal.SIGKILL))
+
+    def _do(self, coroutine: Coroutine[Any, Any, None]) -> None:
+        assert self._loop is not None
+        asyncio.run_coroutine_threadsafe(coroutine, self._loop).result()
+
+    def _seen(self, child: _Child, lease: common_pb2.ReplicaLease | None) -> Seen:
+        seen = partial(Seen, role=child.role, name=child.name, revision=child.revision)
+        assert child.process is not None
+        pid, code = child.process.pid, child.process.returncode
+        if code is not None:
+            if child.is_unwanted or code == 0:
+                return seen(state=GONE)
+            fault = last_line(child.log)
+            return seen(is_restarting=True, fault=fault, exit_code=code, error=f"it ended with code {code}: {fault}")
+        if child.role == "router":
+            return seen(pid=pid, state=READY, answers=True)
+        if lease is not None and _boot_ms(lease) < child.started_ms:
+            lease = None  # of the process before
+        if lease is not None:
+            child.address = lease.address
+        state = common_pb2.ReplicaState.Name(lease.state) if lease is not None else STARTING
+        error = ""
+        if state != DRAINING and not child.address:
+            error = "its server does not listen yet"
+        elif state != DRAINING and not is_serving(child.address, _HEALTH_DEADLINE_S):
+            error = f"its server at {child.address} is not healthy"
+        return seen(
+            pid=pid,
+            address=child.address,
+            state=state,
+            generation=lease.generation if lease is not None else "",
+            fault=child.fault,
+            exit_code=child.exit_code,
+            error=error,
+            answers=lease is not None,
+        )
+
+    # In the event loop
+
+    async def _begin(self, child: _Child) -> None:
+        await self._launch(child)
+        child.task = asyncio.create_task(self._keep_alive(child), name=f"keep {child.name} alive")
+
     async def _launch(self, child: _Child) -> None:
+        child.started_s, child.started_ms, child.address = time.monotonic(), time.time_ns() // 1_000_000, ""
         with child.log.open("ab") as log:
             child.process = await asyncio.create_subprocess_exec(
                 sys.executable,
@@ -120,17 +214,20 @@ class ChildProcesses:
                 start_new_session=True,  # Ctrl-C in the terminal is for `up` alone
                 preexec_fn=die_with_parent,
             )
-        child.started_at = time.monotonic()
 
     async def _keep_alive(self, child: _Child) -> None:
         while True:
             assert child.process is not None
-            if await child.process.wait() == 0:
+            child.exit_code = await child.process.wait()
+            if child.exit_code == 0 or child.is_unwanted:
                 return  # it was drained: somebody wants it gone
-            if time.monotonic() - child.started_at > HEALTHY_AFTER_S:
+            child.fault = last_line(child.log)
+            if time.monotonic() - child.started_s > HEALTHY_AFTER_S:
                 child.failures = 0
             child.failures += 1
             await asyncio.sleep(backoff_s(child.failures))
+            if self._children.get(child.name) is not child:
+                return  # removed meanwhile
             await self._launch(child)
 
 
@@ -138,6 +235,18 @@ def child_environment() -> dict[str, str]:
     """Ours without the flags in it: a child takes those from its file alone."""
     kept = {key: value for key, value in os.environ.items() if not key.startswith(ENV_PREFIX) or key == SEED_ENV}
     return {**kept, "PYTHONUNBUFFERED": "1"}
+
+
+def _boot_ms(lease: common_pb2.ReplicaLease) -> int:
+    """When the boot of a lease began, by its generation's name."""
+    try:
+        return int(lease.generation.split("-")[0], 16)
+    except ValueError:
+        return 0
+
+
+async def _sent(child: _Child, number: signal.Signals) -> None:
+    _send(child, number)
 
 
 def _send(child: _Child, number: signal.Signals) -> None:

@@ -28,6 +28,7 @@ from common.tls import Certificates, TlsError
 from router.config import RouterConfig
 from warmfront.client import Address, Client, shown_by_environment
 from warmfront.console import Progress, say
+from warmfront.desired import DESIRED_FILE, SHARED, number_of, read_status, write_desired
 from warmfront.errors import DeadlinePassed, Failure, WrongUse
 from warmfront.options import SectionedCommand, UpConfig, fill, flags_of, format_duration, mask_url, with_options
 from warmfront.processes import tail
@@ -41,24 +42,12 @@ _LAST_PORT = 65535
 class Parts(Protocol):
     """How routers and workers run: as child processes, or as actors of a local Ray cluster."""
 
-    async def start(self, routers: dict[str, dict[str, Any]], workers: dict[str, dict[str, Any]]) -> None:
-        """Starts every part; the flags of each by its name."""
-        ...
-
-    def pids(self) -> dict[str, list[int]]:
-        """The living processes by role."""
-        ...
-
-    def check_started(self) -> None:
-        """Raises ``Failure`` when a part has ended: before all are ready none may."""
-        ...
-
-    async def watch(self) -> None:
-        """From now on, what dies is started again."""
+    async def begin(self, fleet: str) -> None:
+        """Starts a controller, which starts every part that the file in the run directory wants."""
         ...
 
     async def stop(self, role: str, deadline_s: float, hurry: asyncio.Event) -> None:
-        """Lets the parts of one role drain; ends what is left at the deadline or when ``hurry`` is set."""
+        """Ends the controller, and lets the parts of one role drain until the deadline or until ``hurry`` is set."""
         ...
 
     async def close(self) -> None:
@@ -214,13 +203,15 @@ class _Cluster:
         self._http_port = params["http_port"] or free_port()
         self._grpc_port = params["grpc_port"] or free_port()
         host = params["listen"] if params["listen"] not in ("0.0.0.0", "::") else "127.0.0.1"  # noqa: S104
-        self._tls_cert: str | None = self._flags("router", {}).get("tls_cert")
+        self._tls_cert: str | None = self._flags("router").get("tls_cert")
         self._http = f"{'https' if self._tls_cert else 'http'}://{_bracketed(host)}:{self._http_port}"
         self._grpc = f"{_bracketed(host)}:{self._grpc_port}"
         self._out = Console(file=sys.stdout, highlight=False, soft_wrap=True)  # Ray is given another standard output
         cert, key = shown_by_environment()
         address = Address(url=self._http, cert=cert, key=key, pinned=self._tls_cert)
         self._client = Client(address, timeout_s=10)
+        # In a Redis of its own a cluster's parts need no longer names; in a shared one they must differ.
+        self._suffix = "" if settings.redis_url is None else f"-{run_dir.path.name[-5:].replace('_', '0')}"
         self._replicas: list[dict[str, Any]] = []
         self._parts = self._make_parts()
 
@@ -231,7 +222,6 @@ class _Cluster:
                 await self._start(progress)
                 await self._until_ready(progress)
                 if not self._stop.is_set():
-                    await self._parts.watch()
                     progress.close()
                     self._publish()
                     self._show()
@@ -251,68 +241,72 @@ class _Cluster:
         if token_file is None:
             token_file = str(self._run_dir.path / "worker-token")
             write_private(Path(token_file), secrets.token_urlsafe(32))
-        shared = {"redis": url, "worker_token_file": token_file}
         progress.update("starting Ray" if not self._settings.without_ray else "starting routers and workers")
-        await self._parts.start(
-            {f"router-{number}": self._router_flags(number, shared) for number in range(self._settings.routers)},
-            {name: self._worker_flags(name, shared) for name in self._names()},
-        )
+        write_desired(self._run_dir.path / DESIRED_FILE, self._desired(token_file))
+        await self._parts.begin(self._params["fleet"])
+
+    def _desired(self, token_file: str) -> dict[str, Any]:
+        """The file that the controller works by, and that ``scale`` and ``rollout`` change."""
+        first = self._params["metrics_port"]
+        # Workers speak to routers of this machine alone. Ray shows each actor one GPU.
+        own = {"listen": "127.0.0.1", "insecure_listen": False}
+        if first:
+            own["metrics_port"] = first + self._settings.routers
+        takes_gpu = self._params["engine"] == "model" and self._params["device"] != "cpu" and gpus_of("auto")
+        ports = {"http_port": self._http_port, "grpc_port": self._grpc_port}
+        shares = self._settings.routers > 1
+        return {
+            "fleet": self._params["fleet"],
+            "redis": self._redis_url,
+            "worker_token_file": token_file,
+            "suffix": self._suffix,
+            "routers": {
+                "count": self._settings.routers,
+                "settings": {**self._flags("router"), **ports, "reuse_port": shares},
+                "rollout": {"surge": 1 if shares else 0},
+            },
+            "workers": {
+                "replicas": self._settings.replicas,
+                "num_gpus": 1 if takes_gpu else 0,
+                "settings": {**self._flags("worker"), **own},
+            },
+        }
 
     def _make_parts(self) -> Parts:
         if self._settings.without_ray:
             from warmfront.processes import ChildProcesses
 
-            return ChildProcesses(self._run_dir, self._log_dir, self._env)
+            return ChildProcesses(self._run_dir, self._log_dir, self._env, gpus_of(self._params["device"]))
         from warmfront.cluster import RayActors
 
         return RayActors(self._run_dir, self._log_dir, self._env)
 
     def _names(self) -> list[str]:
-        # In a Redis of its own a cluster's replicas need no longer names; in a shared one they must differ.
-        suffix = "" if self._settings.redis_url is None else self._run_dir.path.name[-5:].replace("_", "0")
-        return [f"w{number}{suffix and '-'}{suffix}" for number in range(self._settings.replicas)]
+        """The replicas that it starts with."""
+        return [f"w{number}{self._suffix}" for number in range(self._settings.replicas)]
 
-    def _flags(self, command: str, shared: dict[str, str]) -> dict[str, Any]:
+    def _flags(self, command: str) -> dict[str, Any]:
+        """What was typed for a router or a worker, as it stands in a file; without what all of them share."""
         flags = {}
         for flag in flags_of(command):
             value = self._params.get(flag.param)
-            if value is not None and not (
-                command == "worker" and flag.name.startswith("tls-")
-            ):  # those are on loopback
+            # TLS is for what others reach; workers are on loopback.
+            is_ours = flag.param not in SHARED and not (command == "worker" and flag.name.startswith("tls-"))
+            if value is not None and is_ours:
                 plain = format_duration(value) if isinstance(value, float) and flag.type.name == "duration" else value
                 if isinstance(plain, Path):  # one that is not there stays as it was typed; `bytes` is a word
                     plain = str(plain.absolute() if plain.exists() else plain)
                 elif flag.multiple:
                     plain = [str(one.absolute() if isinstance(one, Path) else one) for one in plain]
                 flags[flag.param] = plain
-        return {**flags, **shared}
-
-    def _router_flags(self, number: int, shared: dict[str, str]) -> dict[str, Any]:
-        first = self._params["metrics_port"]
-        return {
-            **self._flags("router", shared),
-            "router_id": f"router-{number}-{self._run_dir.path.name[3:]}",
-            "http_port": self._http_port,
-            "grpc_port": self._grpc_port,
-            "metrics_port": first + number if first else first,
-            "reuse_port": self._settings.routers > 1,
-        }
-
-    def _worker_flags(self, name: str, shared: dict[str, str]) -> dict[str, Any]:
-        # Workers speak to routers of this machine alone. Ray shows each actor one GPU; without it they are told theirs.
-        own = {"replica_id": name, "listen": "127.0.0.1", "insecure_listen": False}
-        if first := self._params["metrics_port"]:
-            own["metrics_port"] = first + self._settings.routers + self._names().index(name)
-        if self._settings.without_ray and gpus_of(self._params["device"]):
-            own["device"] = f"cuda:{self._names().index(name)}"
-        return {**self._flags("worker", shared), **own}
+        return flags
 
     async def _until_ready(self, progress: Progress) -> None:
         loop = asyncio.get_running_loop()
         deadline = loop.time() + self._settings.start_deadline_s
         names = set(self._names())
         while not self._stop.is_set():
-            self._parts.check_started()
+            self._check_started()
             if await self._look():
                 mine = {replica["id"]: replica["state"] for replica in self._replicas if replica["id"] in names}
                 states = {name: mine.get(name, "STARTING") for name in self._names()}
@@ -329,6 +323,13 @@ class _Cluster:
                     f"{len(self._replicas)} replicas registered, logs were in {self._log_dir}"
                 )
             await self._pause(0.2)
+
+    def _check_started(self) -> None:
+        """Raises when a part has ended: it is started again, but what ends at its first start ends for a reason."""
+        for part in read_status(self._run_dir.path).get("parts", ()):
+            if part["fault"]:
+                error = WrongUse if part["exit_code"] == 2 else Failure
+                raise error(f"{part['name']} ended with code {part['exit_code']} while starting: {part['fault']}")
 
     def _doing(self, name: str, state: str) -> str:
         """What a worker that starts says in its log: loading weights 50 %."""
@@ -380,8 +381,7 @@ class _Cluster:
             replicas = (await asyncio.to_thread(self._client.get, "/v1/replicas"))["replicas"]
         except Failure:
             return False
-        order = {name: number for number, name in enumerate(self._names())}  # that of the process ids
-        self._replicas = sorted(replicas, key=lambda replica: order.get(replica["id"], len(order)))
+        self._replicas = sorted(replicas, key=lambda replica: number_of(replica["id"]))  # as the process ids
         return True
 
     async def _pause(self, seconds: float) -> None:
@@ -410,8 +410,9 @@ class _Cluster:
     def _state(self) -> tuple[list[dict[str, Any]], dict[str, list[int]]]:
         """Replicas and process ids as the ready file tells them."""
         replicas = [{key: replica[key] for key in ("id", "address", "state")} for replica in self._replicas]
-        redis = [self._valkey.pid] if self._valkey is not None else []
-        return replicas, {**self._parts.pids(), "redis": redis}
+        parts = sorted(read_status(self._run_dir.path).get("parts", ()), key=lambda part: number_of(part["name"]))
+        pids = {role: [p["pid"] for p in parts if p["role"] == role and p["pid"]] for role in ("router", "worker")}
+        return replicas, {**pids, "redis": [self._valkey.pid] if self._valkey is not None else []}
 
     def _publish(self) -> None:
         """Writes ready file and run directory as they are now."""
@@ -428,7 +429,7 @@ class _Cluster:
             "grpc": self._grpc,
             "fleet": self._params["fleet"],
             "tls_cert": self._tls_cert,
-            "worker": self._flags("worker", {}),  # what `compare` starts its own worker with
+            "worker": self._flags("worker"),  # what `compare` starts its own worker with
         }
         ready_file = self._settings.ready_file
         self._run_dir.ready_file = str(ready_file.absolute()) if ready_file else None

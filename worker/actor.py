@@ -9,6 +9,8 @@ from __future__ import annotations
 import asyncio
 import os
 import threading
+import time
+from collections.abc import Callable
 from typing import Any
 
 from ray.actor import exit_actor
@@ -19,19 +21,25 @@ from worker.main import EXIT_FAILED, EXIT_OK, Worker
 
 _START_TIMEOUT_S = 60.0
 _STOP_MARGIN_S = 10.0
+_LAST_WORDS_S = 4.0  # a worker that could not become READY tells the controller why before it ends
+_FENCED_S = 30.0  # for the controller to hear of it
 
 
 class WorkerActor:
     """Make it an actor by ``ray.remote(WorkerActor)``. The model loads after the constructor: ``state`` tells.
 
-    Raises ``RuntimeError`` when it cannot listen or Redis does not answer.
+    ``make_config`` is called here, on the worker's own node, so that no secret passes through Ray. Raises what it
+    raises, and ``RuntimeError`` when the worker cannot listen or Redis does not answer.
     """
 
-    def __init__(self, config: WorkerConfig) -> None:
+    def __init__(self, make_config: Callable[[], WorkerConfig]) -> None:
+        config = make_config()
         configure_logging(as_json=config.log_json, level=config.log_level)
         self._config = config
         self._worker: Worker | None = None
         self._error = ""
+        self._exit_code = EXIT_OK
+        self._was_ready = False
         self._has_started = threading.Event()
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._run, name="worker", daemon=True)
@@ -41,16 +49,10 @@ class WorkerActor:
         if self._error:
             raise RuntimeError(self._error)
 
-    async def address(self) -> str:
-        """host:port of the Worker service."""
-        return self._running.replica.address
-
-    async def state(self) -> str:
-        """STARTING, WARMING, READY, DRAINING or GONE."""
-        return self._running.replica.state_name
-
     async def ping(self) -> dict[str, Any]:
-        """Proof of life: where it listens, its state and its fault, if any."""
+        """Proof of life: where it listens, its state and its fault, if any. One that was fenced ends for good."""
+        if self._running.is_fenced and self._exit_code:
+            exit_actor()
         replica = self._running.replica
         return {
             "address": replica.address,
@@ -58,6 +60,8 @@ class WorkerActor:
             "state": replica.state_name,
             "generation": replica.generation,
             "fault": replica.fault,
+            "exit_code": self._exit_code,
+            "has_tls": self._config.tls_files is not None,
         }
 
     async def drain(self, deadline_s: float | None = None) -> None:
@@ -81,11 +85,16 @@ class WorkerActor:
                 self._error = self._error or "the worker failed while it was made; its log says why"
                 self._has_started.set()
             elif code != EXIT_OK:
+                self._exit_code = code
+                time.sleep(_FENCED_S if self._running.is_fenced else 0 if self._was_ready else _LAST_WORDS_S)
                 os._exit(code)
+
+    def _note_ready(self) -> None:
+        self._was_ready = True
 
     async def _serve(self) -> int:
         self._worker = Worker(self._config)
-        running = asyncio.create_task(self._worker.run())
+        running = asyncio.create_task(self._worker.run(lambda address: self._note_ready()))
         listening = asyncio.create_task(self._worker.listens.wait())
         await asyncio.wait([running, listening], return_when=asyncio.FIRST_COMPLETED)
         listening.cancel()

@@ -112,6 +112,7 @@ class Worker:
         self._certificates: Certificates | None = None
         self._following: asyncio.Task[None] | None = None  # the files of the certificates
         self.listens = asyncio.Event()  # the address stands and Redis answers; the model is still to be loaded
+        self.is_fenced = False  # a newer boot holds this replica's id: this one has stopped and wants no other try
         self._drain_asked = asyncio.Event()
         self._drain_deadline_s = config.drain_deadline_s
         self._death: asyncio.Future[BaseException] = asyncio.get_running_loop().create_future()
@@ -146,7 +147,7 @@ class Worker:
         except (ValueError, OSError, RegistryError, ContractMismatchError, ModuleNotFoundError) as error:
             code, reason = EXIT_WRONG_USE, str(error)
         except FencedError as error:
-            code, reason = EXIT_FAILED, str(error)
+            code, reason, self.is_fenced = EXIT_FAILED, str(error), True
         except Exception as error:
             logger.exception("the worker failed")
             code, reason = EXIT_FAILED, str(error) or type(error).__name__

@@ -2,22 +2,30 @@
 
 from __future__ import annotations
 
+import json
 import os
 import time
+import uuid
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import httpx
 import pytest
 
-from router.controller import MAX_STRIKES, WorkerHealth
+from router.controller import MAX_STRIKES, STATUS_FILE, Controller, Desired, Health, WatchTiming
+from router.reconcile import Group
 
 ray = pytest.importorskip("ray")
 
+WorkerSettings: TypeAlias = dict[str, Any]
+
 
 def test_a_worker_that_loads_its_model_gets_no_strikes_until_its_time_is_over() -> None:
-    health = WorkerHealth(started_s=0)
+    health = Health(started_s=0)
     assert not any(health.observe("loading", now, start_timeout_s=100) for now in range(50))
     assert health.strikes == 0
     assert [health.observe("loading", 100 + n, start_timeout_s=100) for n in range(MAX_STRIKES)] == [False, False, True]
@@ -25,7 +33,7 @@ def test_a_worker_that_loads_its_model_gets_no_strikes_until_its_time_is_over() 
 
 
 def test_a_good_answer_takes_strikes_back() -> None:
-    health = WorkerHealth(started_s=0)
+    health = Health(started_s=0)
     health.observe("", 1, 100)
     health.observe("hung", 2, 100)
     health.observe("hung", 3, 100)
@@ -36,7 +44,7 @@ def test_a_good_answer_takes_strikes_back() -> None:
 
 
 def test_a_new_process_may_take_its_time_again() -> None:
-    health = WorkerHealth(started_s=0)
+    health = Health(started_s=0)
     health.observe("", 1, 100)
     assert [health.observe("hung", 2, 100) for _ in range(MAX_STRIKES - 1)] == [False, False]
     health.begin_boot(now=200, boot=7)
@@ -69,30 +77,63 @@ def wait_for(condition: Callable[[], Any], timeout_s: float = 60) -> Any:
     return value
 
 
+def desired(*workers: WorkerSettings, redis_url: str = "redis://127.0.0.1:1/0", count: int | None = None) -> Desired:
+    """One group of fake workers. Redis need not be there: the controller goes on without."""
+    (settings,) = workers or ({},)
+    group = Group(role="worker", count=1 if count is None else count, settings=settings)
+    return Desired(fleet=uuid.uuid4().hex[:8], redis_url=redis_url, groups=(group,))
+
+
+@contextmanager
+def controlled(wish: Desired, folder: Path) -> Iterator[tuple[list[Desired], Callable[[], dict[str, Any]]]]:
+    """A controller of fake workers in this process; change the one wish in the list, call for its status."""
+    from tests.fakes.ray_worker import launcher
+
+    wishes = [wish]
+    timing = WatchTiming(period_s=0.2, start_timeout_s=60)
+    controller = Controller(lambda: wishes[0], launcher, folder, timing)
+
+    def status() -> dict[str, Any]:
+        path = folder / STATUS_FILE
+        return json.loads(path.read_text()) if path.exists() else {"parts": [], "groups": {}}
+
+    try:
+        yield wishes, status
+    finally:
+        wishes[0] = replace(wishes[0], groups=(replace(wishes[0].groups[0], count=0),))
+        wait_for(lambda: not status()["parts"])
+        controller.stop()
+
+
+def part(status: dict[str, Any], name: str = "w0") -> dict[str, Any]:
+    return next((one for one in status["parts"] if one["name"] == name), {"state": "", "restarts": 0, "pid": 0})
+
+
 def test_a_router_actor_serves_answers_pings_and_drains(local_ray: None, redis_url: str) -> None:
-    from router.actor import start_router_actor
+    from router.actor import RouterActor
     from router.config import RouterConfig
 
-    config = RouterConfig(redis_url=redis_url, fleet="actors", router_id="r0", http_port=0, grpc_port=0)
-    actor = start_router_actor(config)
+    make = partial(RouterConfig, redis_url=redis_url, fleet="actors", router_id="r0", http_port=0, grpc_port=0)
+    actor = ray.remote(RouterActor).options(max_concurrency=4, num_cpus=0).remote(make)
     endpoints = ray.get(actor.ping.remote())
     assert httpx.get(endpoints["http"] + "/healthz").status_code == 200
     assert httpx.get(endpoints["http"] + "/readyz").status_code == 503
     assert "no replica is registered" in endpoints["not_ready"]
-    ray.get(actor.drain.remote())
+    assert endpoints["state"] == "READY", "without a worker no router can be more ready"
+    with pytest.raises(ray.exceptions.ActorDiedError):
+        ray.get(actor.drain.remote())
     with pytest.raises(httpx.ConnectError):
         httpx.get(endpoints["http"] + "/healthz")
-    ray.kill(actor)
 
 
 def test_a_router_actor_that_is_killed_comes_back_on_its_ports(local_ray: None, redis_url: str) -> None:
-    from router.actor import start_router_actor
+    from router.actor import RouterActor
     from router.config import RouterConfig
     from tests.router.conftest import free_port
 
     port = free_port()
-    config = RouterConfig(redis_url=redis_url, fleet="actors", router_id="r1", http_port=port, grpc_port=0)
-    actor = start_router_actor(config)
+    make = partial(RouterConfig, redis_url=redis_url, fleet="actors", router_id="r1", http_port=port, grpc_port=0)
+    actor = ray.remote(RouterActor).options(max_concurrency=4, num_cpus=0, max_restarts=-1).remote(make)
     pid = ray.get(actor.ping.remote())["pid"]
     os.kill(pid, 9)
 
@@ -107,64 +148,66 @@ def test_a_router_actor_that_is_killed_comes_back_on_its_ports(local_ray: None, 
     ray.kill(actor)
 
 
-def test_the_controller_replaces_a_worker_that_hangs(local_ray: None) -> None:
-    from router.controller import WatchTiming, WorkerSpec, start_controller
-    from tests.fakes.ray_worker import launch
-
-    timing = WatchTiming(period_s=0.2, deadline_s=0.5, start_timeout_s=30)
-    controller = start_controller(launch, [WorkerSpec(name="w0")], name="controller", timing=timing)
-    worker = wait_for(lambda: ray.get_actor("w0") if ray.get(controller.report.remote()) else None)
-    wait_for(lambda: ray.get(controller.report.remote())[0]["is_serving"])
-    pid = ray.get(worker.ping.remote())["pid"]
-    worker.hang.remote()
-    wait_for(lambda: ray.get(controller.report.remote())[0]["restarts"] == 1)
-    wait_for(lambda: ray.get(controller.report.remote())[0]["is_serving"])
-    assert ray.get(worker.ping.remote())["pid"] != pid
-    ray.get(controller.set_workers.remote([]))
-    assert ray.get(controller.report.remote()) == []
-    ray.kill(controller)
+def test_the_controller_replaces_a_worker_that_hangs(local_ray: None, tmp_path: Path) -> None:
+    wish = desired()
+    with controlled(wish, tmp_path) as (_, status):
+        wait_for(lambda: part(status())["state"] == "READY")
+        pid = part(status())["pid"]
+        ray.get_actor(f"{wish.fleet}/worker/w0/{wish.groups[0].revision}").hang.remote()
+        wait_for(lambda: part(status())["restarts"] == 1)
+        wait_for(lambda: part(status())["state"] == "READY" and part(status())["pid"] != pid)
 
 
-def test_a_killed_worker_that_loads_for_longer_than_the_strikes_starts_once(local_ray: None) -> None:
-    from router.controller import WatchTiming, WorkerSpec, start_controller
-    from tests.fakes.ray_worker import launch
-
-    timing = WatchTiming(period_s=0.2, deadline_s=0.5, start_timeout_s=60)
-    spec = WorkerSpec(name="slow", settings={"starts_s": 4.0, "loads_s": 2.0})
-    controller = start_controller(launch, [spec], name="controller-3", timing=timing)
-
-    def is_serving() -> bool:
-        (one,) = ray.get(controller.report.remote())
-        return bool(one["is_serving"])
-
-    wait_for(is_serving)
-    os.kill(ray.get(ray.get_actor("slow").ping.remote())["pid"], 9)
-    wait_for(lambda: not is_serving())
-    wait_for(is_serving)
-    assert ray.get(controller.report.remote())[0]["restarts"] == 0
-    ray.get(controller.set_workers.remote([]))
-    ray.kill(controller)
+def test_a_killed_worker_that_loads_for_longer_than_the_strikes_starts_once(local_ray: None, tmp_path: Path) -> None:
+    with controlled(desired({"starts_s": 4.0, "loads_s": 2.0}), tmp_path) as (_, status):
+        wait_for(lambda: part(status())["state"] == "READY")
+        pid = part(status())["pid"]
+        os.kill(pid, 9)
+        wait_for(lambda: part(status())["state"] != "READY")
+        wait_for(lambda: part(status())["state"] == "READY" and part(status())["pid"] != pid)
+        assert part(status())["restarts"] == 0
 
 
-def test_a_drained_actor_stays_away_and_one_that_could_not_be_made_is_made_anew(
-    local_ray: None, tmp_path: Path
-) -> None:
-    from router.controller import WatchTiming, WorkerSpec, start_controller
-    from tests.fakes.ray_worker import launch
+def test_a_drained_actor_stays_away_until_the_count_changes(local_ray: None, tmp_path: Path) -> None:
+    wish = desired(count=2)
+    with controlled(wish, tmp_path) as (wishes, status):
+        wait_for(lambda: status()["groups"].get("worker", {}).get("ready") == 2)
+        ray.get_actor(f"{wish.fleet}/worker/w0/{wish.groups[0].revision}").drain.remote()
+        wait_for(lambda: status()["groups"]["worker"]["held_out"] == ["w0"])
+        assert [one["name"] for one in status()["parts"]] == ["w1"]
+        wishes[0] = replace(wish, groups=(replace(wish.groups[0], count=3),))
+        wait_for(lambda: status()["groups"]["worker"]["ready"] == 3)
 
+
+def test_an_actor_that_could_not_be_made_is_made_anew(local_ray: None, tmp_path: Path) -> None:
     flag = tmp_path / "model"
-    specs = [WorkerSpec(name="drained"), WorkerSpec(name="broken", settings={"needs": str(flag)})]
-    timing = WatchTiming(period_s=0.2, deadline_s=1.0, start_timeout_s=1)
-    controller = start_controller(launch, specs, name="controller-2", timing=timing)
+    with controlled(desired({"needs": str(flag)}), tmp_path) as (_, status):
+        wait_for(lambda: "FileNotFoundError" in part(status()).get("fault", ""))
+        flag.touch()
+        wait_for(lambda: part(status())["state"] == "READY")
 
-    def report() -> dict[str, Any]:
-        return {one["name"]: one for one in ray.get(controller.report.remote())}
 
-    wait_for(lambda: report()["drained"]["is_serving"])
-    ray.get_actor("drained").drain.remote()
-    wait_for(lambda: "drained" not in report())
-    wait_for(lambda: report()["broken"]["restarts"] >= 1)
-    flag.touch()
-    wait_for(lambda: report()["broken"]["is_serving"])
-    ray.get(controller.set_workers.remote([]))
-    ray.kill(controller)
+def test_a_controller_that_is_killed_adopts_what_runs_and_goes_on(local_ray: None, tmp_path: Path) -> None:
+    """Its successor starts nothing anew, and still knows what to go back to."""
+    from tests.fakes.ray_worker import launcher
+
+    wish = desired(count=2)
+    timing = WatchTiming(period_s=0.2)
+    first = Controller(lambda: wish, launcher, tmp_path, timing)
+    status_file = tmp_path / STATUS_FILE
+    wait_for(lambda: status_file.exists() and json.loads(status_file.read_text())["groups"]["worker"]["ready"] == 2)
+    pids = {one["name"]: one["pid"] for one in json.loads(status_file.read_text())["parts"]}
+    first.stop()  # as good as killed: it leaves nothing but its files
+    with controlled(wish, tmp_path) as (wishes, status):
+        wait_for(lambda: status()["groups"]["worker"]["ready"] == 2)
+        assert {one["name"]: one["pid"] for one in status()["parts"]} == pids
+        bad = replace(wish.groups[0], settings={"fault": "it cannot be"})
+        wishes[0] = replace(wish, groups=(bad,))
+        wait_for(lambda: status()["groups"]["worker"]["phase"] == "rolled back")
+        assert status()["groups"]["worker"]["why"] == "w2: it cannot be"
+        assert {one["name"]: one["pid"] for one in status()["parts"]} == pids
+        good = replace(wish.groups[0], settings={"other": 1})
+        wishes[0] = replace(wish, groups=(good,))
+        wait_for(lambda: status()["groups"]["worker"]["phase"] == "steady")
+        assert not {one["pid"] for one in status()["parts"]} & set(pids.values())
+        assert {one["revision"] for one in status()["parts"]} == {good.revision}

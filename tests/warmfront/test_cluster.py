@@ -160,7 +160,8 @@ def test_a_cluster_starts_serves_mends_itself_and_leaves_nothing(cli: Cli, temp_
 
         assert up.stop(signal.SIGINT) == 0
         up.assert_nothing_is_left()
-        assert sorted(log.name for log in (tmp_path / "logs").iterdir()) == ["router-0.log", "w0.log", "w1.log"]
+        logs = ["controller.log", "router-0.log", "w0.log", "w1.log"]
+        assert sorted(log.name for log in (tmp_path / "logs").iterdir()) == logs
 
 
 def test_nothing_outlives_a_killed_up_and_down_removes_its_folder(cli: Cli, temp_root: Path, tmp_path: Path) -> None:

@@ -13,6 +13,7 @@ from prometheus_client import CollectorRegistry
 
 from router.metrics import RouterMetrics
 from warmfront.__main__ import COMMANDS, cli
+from warmfront.controller import ControllerMetrics
 from warmfront.options import CONFIGS, FLAGS, default_of, flags_of
 from worker.engine import EngineSnapshot
 from worker.metrics import WorkerMetrics
@@ -62,9 +63,11 @@ def names_of(registry: CollectorRegistry) -> set[str]:
     return {family.name + ("_total" if family.type == "counter" else "") for family in families}
 
 
-def test_the_table_of_metrics_is_what_routers_and_workers_export() -> None:
+def test_the_table_of_metrics_is_what_the_parts_export() -> None:
     worker = WorkerMetrics(view=EngineSnapshot, now=0.0).registry
-    assert set(table(r"`warmfront_[a-z0-9_]+`")) == names_of(RouterMetrics().registry) | names_of(worker)
+    controller = ControllerMetrics().registry
+    exported = names_of(RouterMetrics().registry) | names_of(worker) | names_of(controller)
+    assert set(table(r"`warmfront_[a-z0-9_]+`")) == exported
 
 
 def test_names_of_other_systems_stand_there_too() -> None:
