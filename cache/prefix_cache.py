@@ -266,6 +266,10 @@ class PrefixCache:
         eviction = self._history.find(chain.keys[num_hit])
         return Explanation("never_seen" if eviction is None else "evicted", num_hit * size, pending, eviction)
 
+    def eviction_of(self, key: int) -> Eviction | None:
+        """The latest eviction of the block with this index key, as far as is remembered. About 20 us."""
+        return self._history.find(key)
+
     def lru_age_s(self, now: float) -> float:
         """For how long the block that would be lost next has been idle; 0 while there are empty blocks.
 

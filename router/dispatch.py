@@ -40,6 +40,7 @@ log = logging.getLogger(__name__)
 _MAX_RETRIES = 2
 _RETRY_JITTER_S = 0.02
 _RETRY_AFTER_S = 1.0
+_ASK_CACHE_TIMEOUT_S = 1.0
 _FAILING = Absence("READY", "failing", "its last calls failed: it is left alone for some seconds")
 
 
@@ -138,7 +139,44 @@ class Dispatcher:
         decision = None
         if caches:
             decision = self._placement.preview(num_tokens, keys, self._block_size, caches, now, session)
-        return self._record("", num_tokens, keys, decision, passed_over)
+        record = self._record("", num_tokens, keys, decision, passed_over)
+        asked = worker_pb2.ExplainCacheRequest(
+            token_ids=packed, cache_salt=call.cache_salt, lora=call.lora, lora_version=call.lora_version
+        )
+        record.cache = await self._ask_cache(record, asked)
+        return record
+
+    async def explain_past(self, request_id: str) -> Record:
+        """The newest decision for a request, and why its replica had to compute what it did. Raises ``RouterError``."""
+        record = self.recent.of(request_id)
+        if record.missing_key is None or record.cache is not None:
+            return record
+        found = await self._ask_cache(record, worker_pb2.ExplainCacheRequest(missing_key=record.missing_key))
+        if found is not None:
+            if found.reason == "evicted" and found.evicted_ago_s < time.time() - record.decided_at_s:
+                found = common_pb2.CacheExplanation(reason="unknown")
+            found.cached_tokens = record.cached_tokens or 0
+            record.cache = found
+        return record
+
+    async def _ask_cache(
+        self, record: Record, asked: worker_pb2.ExplainCacheRequest
+    ) -> common_pb2.CacheExplanation | None:
+        """What the chosen replica says; None where it has left, cannot say, or does not say it soon."""
+        if record.decision is None:
+            return None
+        member = self._fleet.members.get(record.decision.chosen.replica)
+        if member is None or member.replica.generation != record.generation:
+            return None
+        try:
+            return await member.client.explain_cache(asked, _ASK_CACHE_TIMEOUT_S)
+        except WorkerError as error:
+            log.debug("a replica does not explain its cache replica=%s error=%r", member.replica.id, error.message)
+            return None
+        except asyncio.CancelledError:
+            if not member.has_left:
+                raise
+            return None
 
     def count(self, status: str) -> None:
         """Count one request of a client, which may have had several prompts. ``status`` is a gRPC status name."""
@@ -186,7 +224,7 @@ class Dispatcher:
                     if may_move or not delivered:
                         delivered.append(message)
                     yield message
-                await self._finish(stream, ticket, route)
+                await self._finish(stream, ticket, route, keys, work.num_tokens)
                 if (scheme := self._fleet.scheme) is not None:
                     self._fleet.hot.served(work.call, keys, scheme.block_size, route.cached_tokens)
                 member.breaker.succeeded()
@@ -330,6 +368,7 @@ class Dispatcher:
             block_size=self._block_size,
             num_retries=num_retries,
             decision=decision,
+            generation=self._fleet.ready[decision.chosen.replica].replica.generation if decision is not None else "",
             absent=self._fleet.absent,
             passed_over=passed_over,
             eligible=self._fleet.ready_caches,
@@ -364,7 +403,9 @@ class Dispatcher:
         work.call.generation = member.replica.generation
         return member.client.generate(work.call.SerializeToString(), max(0.001, deadline_s - time.monotonic()))
 
-    async def _finish(self, stream: WorkerStream, ticket: Ticket, route: Route) -> None:
+    async def _finish(
+        self, stream: WorkerStream, ticket: Ticket, route: Route, keys: array[int], num_tokens: int
+    ) -> None:
         """Take what the replica tells at the end: its real hits and the blocks the answer left there."""
         trailing = await stream.trailing_metadata()
         event_seq = int(trailing.get("wf-event-seq", 0))
@@ -374,6 +415,9 @@ class Dispatcher:
             route.cached_tokens = int(trailing["wf-cached-tokens"])
             if route.record is not None:
                 route.record.cached_tokens = route.cached_tokens
+                num_cached = route.cached_tokens // self._block_size
+                if num_cached < min(len(keys), (num_tokens - 1) // self._block_size):
+                    route.record.missing_key = keys[num_cached]
             self._metrics.prediction_error_tokens.observe(route.matched_tokens - route.cached_tokens)
 
     async def _before_retry(

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 from google.protobuf import json_format
 from google.protobuf.message import Message
-from warmfront_pb.v1 import admin_pb2
+from warmfront_pb.v1 import admin_pb2, common_pb2
 
 from router.errors import NotFoundError
 from router.policy import Candidate, Cost, Decision, marginal_costs
@@ -50,6 +50,9 @@ class Record:
     cached_tokens: int | None = None
     ttft_s: float | None = None
     queue_s: float = 0.0  # held back by the router before it was sent
+    generation: str = ""  # of the chosen replica
+    missing_key: int | None = None  # of the first block that it had to compute and could have had
+    cache: common_pb2.CacheExplanation | None = None  # what it says of its cache, once it was asked
 
 
 class RecentDecisions:
@@ -94,6 +97,8 @@ def explain(record: Record) -> admin_pb2.Explanation:
         explanation.cached_tokens = record.cached_tokens
     if record.ttft_s is not None:
         explanation.ttft_s = round(record.ttft_s, 6)
+    if record.cache is not None:
+        explanation.cache.CopyFrom(record.cache)
     decision = record.decision
     if decision is not None:
         explanation.chosen = decision.chosen.replica

@@ -207,7 +207,7 @@ class HttpFront:
         if isinstance(asked, int):
             return _json(as_json(admin_pb2.ExplainResponse(explanations=map(explain, recent.last(asked)))))
         if isinstance(asked, str):
-            return _json(as_json(explain(recent.of(asked))))
+            return _json(as_json(explain(await self._dispatcher.explain_past(asked))))
         request, session = asked
         record = await self._dispatcher.explain(request, http.headers.get("x-warmfront-session", "") or session)
         return _json(as_json(explain(record)))

@@ -250,7 +250,7 @@ class GrpcFront:
                     session = _text_metadata(context).get("x-warmfront-session", "")
                     records = [await self._dispatcher.explain(request.request, session)]
                 case "request_id":
-                    records = [recent.of(request.request_id)]
+                    records = [await self._dispatcher.explain_past(request.request_id)]
                 case "last":
                     records = recent.last(request.last)
                 case _:

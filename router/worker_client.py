@@ -7,7 +7,7 @@ from typing import Any
 import grpc
 import grpc.aio
 from grpc_health.v1 import health_pb2, health_pb2_grpc
-from warmfront_pb.v1 import worker_pb2
+from warmfront_pb.v1 import common_pb2, worker_pb2
 
 from common.tls import Certificates, Identity, TlsFiles, grpc_channel_credentials
 from router.errors import NoReplicaReadyError, RouterError, error_of_status
@@ -166,6 +166,11 @@ class WorkerClient:
             request_serializer=worker_pb2.ResetWorkerCacheRequest.SerializeToString,
             response_deserializer=worker_pb2.ResetWorkerCacheResponse.FromString,
         )
+        self._explain_cache = self._channel.unary_unary(
+            f"{_SERVICE}/ExplainCache",
+            request_serializer=worker_pb2.ExplainCacheRequest.SerializeToString,
+            response_deserializer=common_pb2.CacheExplanation.FromString,
+        )
 
     def generate(self, request: bytes, timeout_s: float | None) -> WorkerStream:
         """Start a Generate call with a serialised WorkerGenerateRequest."""
@@ -200,6 +205,18 @@ class WorkerClient:
         except grpc.aio.AioRpcError as error:
             raise _worker_error(error) from None
         return reply.blocks
+
+    async def explain_cache(
+        self, request: worker_pb2.ExplainCacheRequest, timeout_s: float
+    ) -> common_pb2.CacheExplanation:
+        """Why the replica's cache has what it has of a prompt. Raises ``WorkerError``."""
+        try:
+            reply: common_pb2.CacheExplanation = await self._explain_cache(
+                request, timeout=timeout_s, metadata=self._metadata
+            )
+        except grpc.aio.AioRpcError as error:
+            raise _worker_error(error) from None
+        return reply
 
     async def close(self) -> None:
         """Close every channel; calls that are still running are cancelled."""

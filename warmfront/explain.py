@@ -95,10 +95,36 @@ def decision_table(one: dict[str, Any]) -> RenderableType:
         table.rows.append((replica["replica"], why, *numbers))
         if replica["detail"]:
             notes.append(Text(f"{replica['replica']}: {replica['detail']}"))
+    if one.get("cache"):
+        notes.append(Text(f"{one['chosen']}'s cache: {cache_text(one['cache'])}"))
     if "cached_tokens" in one:
         after = f" after {_ms(one['ttft_s'])} ms" if "ttft_s" in one else ""
         notes.append(Text(f"{one['chosen']} answered{after} with {one['cached_tokens']:,} tokens from its cache"))
+    if one.get("queue_s"):
+        notes.append(Text(f"held back in the router's queue for {_ms(one['queue_s'])} ms"))
     return Group(Text(title, style="bold"), table, *notes)
+
+
+def cache_text(cache: dict[str, Any]) -> str:
+    """What a replica says of a prompt's blocks, in a sentence."""
+    held = f"{cache['cached_tokens']:,} tokens held"
+    if cache["coming_tokens"]:
+        held += f", {cache['coming_tokens']:,} more being computed"
+    match cache["reason"]:
+        case "hit":
+            return f"{held}, all that can be reused"
+        case "below_block":
+            return "the prompt is no longer than a block"
+        case "never_seen":
+            return f"{held}; it does not remember to have had the next block"
+        case "evicted":
+            whom = f" to make room for request {cache['evicted_for']}" if cache["evicted_for"] else ""
+            return (
+                f"{held}; the next block was {cache['removal_reason']} {cache['evicted_ago_s']:,.1f} s ago{whom}, "
+                f"after {cache['idle_s']:,.1f} s without use"
+            )
+        case _:
+            return f"{held}; what became of the next block is not known any more"
 
 
 def _ms(seconds: float) -> str:

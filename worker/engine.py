@@ -30,7 +30,8 @@ from cache.adapter import Adapter
 from cache.block_hash import extra_keys
 from cache.events import EventBatch
 from cache.events import Snapshot as CacheSnapshot
-from cache.prefix_cache import BlockCopies, CacheStats, PrefixCache
+from cache.history import Eviction
+from cache.prefix_cache import BlockCopies, CacheStats, Explanation, PrefixCache
 from cache.retention import Retention
 from worker.adapters import AdapterConflictError
 from worker.batch import SamplingParams, SequenceSlice, SliceResult, StepBatch, TokenLogprobs
@@ -296,6 +297,18 @@ class Engine:
     def drop_adapter(self, adapter: str) -> Future[int]:
         """Free it once the last request that was submitted with it has ended; how many run with it now."""
         return self._call(partial(self._drop_adapter, adapter))
+
+    def explain_cache(
+        self, token_ids: array[int], adapter: Adapter | None, cache_salt: str | None
+    ) -> Future[Explanation]:
+        """Why the cache has what it has of a prompt."""
+        scheme = self._cache.scheme
+        extra = extra_keys(len(token_ids), scheme.block_size, lora=adapter, cache_salt=cache_salt)
+        return self._call(partial(self._cache.explain, scheme.chain(token_ids, extra)))
+
+    def eviction_of(self, key: int) -> Future[Eviction | None]:
+        """The latest eviction of a block by its index key."""
+        return self._call(partial(self._cache.eviction_of, key))
 
     def cache_snapshot(self) -> Future[CacheSnapshot]:
         """What the cache holds now. The events after its number come in later reports."""

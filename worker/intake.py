@@ -49,7 +49,7 @@ def read_request(
             f"cache_salt has {len(message.cache_salt)} characters: use 1 to {MAX_SALT_LENGTH}, or none"
         )
     sampling = message.sampling
-    token_ids = _read_token_ids(message.token_ids, card)
+    token_ids = read_token_ids(message.token_ids, card)
     prior = message.num_prior_output_tokens
     prompt_length = len(token_ids) - prior
     if prompt_length < 1:
@@ -86,7 +86,8 @@ def read_request(
     )
 
 
-def _read_token_ids(packed: bytes, card: ModelCard) -> array[int]:
+def read_token_ids(packed: bytes, card: ModelCard) -> array[int]:
+    """A prompt's token ids, checked. Raises ``InvalidRequestError``."""
     if not packed:
         raise InvalidRequestError("token_ids is empty: a prompt has at least one token")
     if len(packed) % 4:

@@ -22,6 +22,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_health.v1.health import aio as health_aio
 from warmfront_pb.v1 import common_pb2, inference_pb2, worker_pb2, worker_pb2_grpc
 
+from cache.prefix_cache import Explanation
 from common.tls import Certificates, grpc_server_credentials
 from worker.adapters import (
     AdapterConflictError,
@@ -33,7 +34,7 @@ from worker.adapters import (
 from worker.batch import TokenLogprobs
 from worker.detokenizer import TokenTable
 from worker.engine import CacheInUseError, Ending, Engine, EngineStoppedError, Failure, Piece, Request
-from worker.intake import InvalidRequestError, read_request
+from worker.intake import InvalidRequestError, read_request, read_token_ids
 from worker.metrics import WorkerMetrics
 from worker.peft import AdapterError
 from worker.replica import Replica
@@ -200,6 +201,25 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
             raise NotReadyError(self._not_ready())
         return self._adapters
 
+    async def ExplainCache(  # noqa: N802
+        self, message: worker_pb2.ExplainCacheRequest, context: Context
+    ) -> common_pb2.CacheExplanation:
+        """Why the cache has what it has of a prompt; see the .proto."""
+        try:
+            if self._engine is None or self._adapters is None or self._replica.card is None:
+                raise NotReadyError(self._not_ready())
+            if message.WhichOneof("of") == "missing_key":
+                eviction = await asyncio.wrap_future(self._engine.eviction_of(message.missing_key))
+                found = Explanation("never_seen" if eviction is None else "evicted", 0, 0, eviction)
+            else:
+                adapter = self._adapters.find(message.lora, message.lora_version) if message.lora else None
+                token_ids = read_token_ids(message.token_ids, self._replica.card)
+                salt = message.cache_salt or None
+                found = await asyncio.wrap_future(self._engine.explain_cache(token_ids, adapter, salt))
+        except _EXPECTED as error:
+            await context.abort(status_of(error), str(error))
+        return _explanation(found, time.monotonic())
+
     def cut(self, detail: str) -> None:
         """End every request that is being answered: the engine will not."""
         for mailbox in self._mailboxes:
@@ -322,6 +342,18 @@ def _usage(request: Request, ending: Ending) -> inference_pb2.Usage:
         completion_tokens=ending.num_output_tokens,
         cached_tokens=min(ending.num_cached_tokens or 0, prompt_tokens),
     )
+
+
+def _explanation(found: Explanation, now: float) -> common_pb2.CacheExplanation:
+    explanation = common_pb2.CacheExplanation(
+        reason=found.reason, cached_tokens=found.num_matched_tokens, coming_tokens=found.num_pending_tokens
+    )
+    if (eviction := found.eviction) is not None:
+        explanation.evicted_ago_s = max(0.0, now - eviction.time_s)
+        explanation.idle_s = eviction.idle_s
+        explanation.removal_reason = eviction.reason.name.lower()
+        explanation.evicted_for = str(eviction.culprit).rsplit("#", 1)[0]  # a choice's id
+    return explanation
 
 
 def _message(piece: Piece, table: TokenTable) -> inference_pb2.GenerateResponse:

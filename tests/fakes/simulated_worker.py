@@ -52,6 +52,7 @@ class Faults:
     """What goes wrong from now on."""
 
     statuses: list[grpc.StatusCode] = field(default_factory=list)  # the next requests are answered with these
+    statuses_of_explain: list[grpc.StatusCode] = field(default_factory=list)  # the same of ExplainCache
     cut_after_tokens: int | None = None  # streams break off with UNAVAILABLE
     gate: asyncio.Event | None = None  # requests wait until it is set
     is_hung: bool = False  # requests neither end nor fail
@@ -181,6 +182,27 @@ class SimulatedWorker(worker_pb2_grpc.WorkerServicer):
         await self.report_events()
         return worker_pb2.ResetWorkerCacheResponse(blocks=num_blocks)
 
+    async def ExplainCache(
+        self, request: worker_pb2.ExplainCacheRequest, context: grpc.aio.ServicerContext[Any, Any]
+    ) -> common_pb2.CacheExplanation:
+        await self._authenticate(context)
+        if self.faults.statuses_of_explain:
+            await context.abort(self.faults.statuses_of_explain.pop(0), "told to fail")
+        if request.WhichOneof("of") == "missing_key":
+            eviction = self.cache.eviction_of(request.missing_key)
+            answer = common_pb2.CacheExplanation(reason="never_seen" if eviction is None else "evicted")
+        else:
+            prompt = memoryview(request.token_ids).cast("I").tolist()
+            extra = extra_keys(len(prompt), self.spec.block_size, cache_salt=request.cache_salt or None)
+            found = self.cache.explain(self.scheme.chain(prompt, extra))
+            eviction = found.eviction
+            answer = common_pb2.CacheExplanation(reason=found.reason, cached_tokens=found.num_matched_tokens)
+        if eviction is not None:
+            answer.evicted_ago_s = time.time() - eviction.time_s
+            answer.removal_reason = eviction.reason.name.lower()
+            answer.evicted_for = str(eviction.culprit).partition("/")[0]
+        return answer
+
     async def _authenticate(self, context: grpc.aio.ServicerContext[Any, Any]) -> None:
         if dict(context.invocation_metadata() or ()).get("authorization") != f"Bearer {TOKEN}":
             await context.abort(grpc.StatusCode.UNAUTHENTICATED, "wrong token")
@@ -216,7 +238,7 @@ class SimulatedWorker(worker_pb2_grpc.WorkerServicer):
             chain = self.scheme.chain(prompt, extra)
             num_prompt_blocks = len(chain.keys)
             async with self._prefill:
-                while (admission := self.cache.admit(request_id, chain)) is None:
+                while (admission := self.cache.admit(request_id, chain, time.time())) is None:
                     await asyncio.sleep(0.005)
                 if index == 0:
                     num_cached = admission.num_cached_tokens

@@ -241,3 +241,37 @@ async def test_grpc_explains_the_same(two: Cluster) -> None:
             await client.call(explain_call, asked)
         assert caught.value.code() is code
     await client.channel.close()
+
+
+async def test_the_chosen_replica_says_what_its_cache_has_of_a_prompt_and_who_evicted_the_rest(
+    cluster: Cluster,
+) -> None:
+    """20 usable blocks: a prompt of 300 tokens takes the place of one of 100."""
+    await cluster.add_worker("w0", num_blocks=21)
+    await cluster.add_router()
+
+    async def cache_of(body: dict[str, Any]) -> dict[str, Any]:
+        explained: dict[str, Any] = (await cluster.http.post("/v1/explain", json=body)).json()
+        return explained["cache"]
+
+    assert (await cache_of(PROMPT))["reason"] == "never_seen"
+    first = await cluster.http.post("/v1/completions", json=PROMPT, headers={"x-request-id": "first"})
+    assert first.status_code == 200
+    assert (await cache_of(PROMPT))["reason"] == "hit"
+    past = await cache_of({"request_id": "first"})
+    assert (past["reason"], past["cached_tokens"]) == ("never_seen", 0)
+    large = {"prompt": "q" * 300, "max_tokens": 2}
+    await cluster.http.post("/v1/completions", json=large, headers={"x-request-id": "large"})
+    found = await cache_of(PROMPT)
+    assert (found["reason"], found["removal_reason"], found["evicted_for"]) == ("evicted", "evicted", "large")
+    await cluster.http.post("/v1/completions", json=PROMPT, headers={"x-request-id": "second"})
+    past = await cache_of({"request_id": "second"})
+    assert (past["reason"], past["evicted_for"]) == ("evicted", "large")
+
+
+async def test_a_replica_that_cannot_explain_its_cache_costs_the_explanation_that_part_alone(cluster: Cluster) -> None:
+    worker = await cluster.add_worker("w0")
+    await cluster.add_router()
+    worker.faults.statuses_of_explain.append(grpc.StatusCode.UNIMPLEMENTED)
+    explained = (await cluster.http.post("/v1/explain", json=PROMPT)).json()
+    assert explained["chosen"] == "w0" and "cache" not in explained

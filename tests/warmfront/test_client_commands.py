@@ -13,7 +13,7 @@ from tests.warmfront.conftest import Cli
 from warmfront.client import Answer, Client
 from warmfront.compare import COLUMNS, Row, read_prompts, uncached_cluster, verdict
 from warmfront.errors import WrongUse
-from warmfront.explain import decisions_table
+from warmfront.explain import cache_text, decisions_table
 from warmfront.status import render
 from warmfront.store import free_port
 
@@ -196,6 +196,17 @@ def test_explain_shows_one_decision_and_who_was_refused_why(cli: Cli, router: Fa
     assert cli("explain", "--url", router.url, "--completion", "a prompt").exit_code == 0
     assert router.bodies[-1] == {"prompt": "a prompt"}
     assert cli("explain", "--url", router.url, "--request-id", "r7").out.startswith("r7: 1,000 tokens")
+
+
+def test_explain_says_what_became_of_the_missing_block() -> None:
+    cache = {"reason": "evicted", "cached_tokens": 32, "coming_tokens": 0, "evicted_ago_s": 12.5, "idle_s": 300.0}
+    cache |= {"removal_reason": "evicted", "evicted_for": "r77"}
+    assert cache_text(cache) == (
+        "32 tokens held; the next block was evicted 12.5 s ago to make room for request r77, after 300.0 s without use"
+    )
+    assert cache_text({**cache, "reason": "hit", "coming_tokens": 16}) == (
+        "32 tokens held, 16 more being computed, all that can be reused"
+    )
 
 
 def test_explain_lists_the_last_decisions_and_prints_json(cli: Cli, router: FakeRouter) -> None:

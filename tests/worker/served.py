@@ -68,9 +68,8 @@ class Client:
 
     def start(self, token_ids: Sequence[int], *, timeout: float | None = None, **more: Any) -> Any:
         sampling = inference_pb2.SamplingParams(**{"seed": 5, "ignore_eos": True, **more.pop("sampling", {})})
-        message = worker_pb2.WorkerGenerateRequest(
-            request_id="r", token_ids=packed(token_ids), sampling=sampling, **more
-        )
+        more.setdefault("request_id", "r")
+        message = worker_pb2.WorkerGenerateRequest(token_ids=packed(token_ids), sampling=sampling, **more)
         return self.stub.Generate(message, metadata=self.metadata, timeout=timeout)
 
     async def generate(self, token_ids: Sequence[int], **more: Any) -> Reply:

@@ -136,6 +136,38 @@ async def test_when_the_client_goes_the_request_is_cancelled_within_a_step(valke
         assert lease.cache.kv_blocks_cached >= 2  # what was computed stays
 
 
+async def test_the_cache_explains_what_it_has_of_a_prompt(valkey_url: str) -> None:
+    """40 tokens are two blocks of 16 and a rest; 10 usable blocks, and a prompt of 150 tokens takes all of them."""
+    async with serve(config_for(valkey_url, kv_blocks=11)) as served:
+
+        async def explain(**asked: Any) -> common_pb2.CacheExplanation:
+            message = worker_pb2.ExplainCacheRequest(**asked)
+            reply: common_pb2.CacheExplanation = await served.client.stub.ExplainCache(
+                message, metadata=served.client.metadata
+            )
+            return reply
+
+        packed = array("I", PROMPT).tobytes()
+        assert (await explain(token_ids=packed)).reason == "never_seen"
+        assert (await explain(token_ids=packed[:40])).reason == "below_block"
+        await served.client.generate(PROMPT, sampling={"max_tokens": 1})
+        found = await explain(token_ids=packed)
+        assert (found.reason, found.cached_tokens) == ("hit", 32)
+        assert (await explain(token_ids=packed, cache_salt="other")).reason == "never_seen"
+        await served.client.generate([7] * 150, sampling={"max_tokens": 1}, request_id="the-culprit")
+        found = await explain(token_ids=packed)
+        assert (found.reason, found.removal_reason, found.evicted_for) == ("evicted", "evicted", "the-culprit")
+        assert found.evicted_ago_s >= 0 and found.cached_tokens < 32
+        scheme = served.worker._service._engine._cache.scheme  # type: ignore[union-attr]
+        key = scheme.chain(array("i", PROMPT), None).keys[found.cached_tokens // 16]
+        assert (await explain(missing_key=key)).evicted_for == "the-culprit"
+        assert (await explain(missing_key=key + 1)).reason == "never_seen"
+        for wrong in (b"", b"abc", array("I", [2**31]).tobytes()):
+            with pytest.raises(grpc.aio.AioRpcError) as error:
+                await explain(token_ids=wrong)
+            assert error.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+
+
 async def rest_of(call: Any) -> list[Any]:
     messages = []
     while (message := await call.read()) is not grpc.aio.EOF:

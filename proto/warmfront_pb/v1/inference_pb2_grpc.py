@@ -35,7 +35,7 @@ class InferenceStub(object):
 
     Status: INVALID_ARGUMENT (the message names the field and what to change), NOT_FOUND (unknown model or adapter),
     RESOURCE_EXHAUSTED (queues are full; retry-after in trailing metadata), DEADLINE_EXCEEDED, UNAVAILABLE (no replica
-    ready), UNIMPLEMENTED (a field that this version cannot honour, by name).
+    ready), ABORTED (the message did not arrive in time, or nothing of the answer was taken), UNIMPLEMENTED (a field that this version cannot honour, by name).
     """
 
     def __init__(self, channel):
@@ -66,7 +66,7 @@ class InferenceServicer(object):
 
     Status: INVALID_ARGUMENT (the message names the field and what to change), NOT_FOUND (unknown model or adapter),
     RESOURCE_EXHAUSTED (queues are full; retry-after in trailing metadata), DEADLINE_EXCEEDED, UNAVAILABLE (no replica
-    ready), UNIMPLEMENTED (a field that this version cannot honour, by name).
+    ready), ABORTED (the message did not arrive in time, or nothing of the answer was taken), UNIMPLEMENTED (a field that this version cannot honour, by name).
     """
 
     def Generate(self, request, context):
@@ -112,7 +112,7 @@ class Inference(object):
 
     Status: INVALID_ARGUMENT (the message names the field and what to change), NOT_FOUND (unknown model or adapter),
     RESOURCE_EXHAUSTED (queues are full; retry-after in trailing metadata), DEADLINE_EXCEEDED, UNAVAILABLE (no replica
-    ready), UNIMPLEMENTED (a field that this version cannot honour, by name).
+    ready), ABORTED (the message did not arrive in time, or nothing of the answer was taken), UNIMPLEMENTED (a field that this version cannot honour, by name).
     """
 
     @staticmethod

@@ -133,13 +133,15 @@ class UnloadWorkerLoraResponse(_message.Message):
     def __init__(self, lora: _Optional[_Union[_common_pb2.LoadedLora, _Mapping]] = ..., running: _Optional[int] = ...) -> None: ...
 
 class ExplainCacheRequest(_message.Message):
-    __slots__ = ("token_ids", "missing_key", "cache_salt", "lora")
+    __slots__ = ("token_ids", "missing_key", "cache_salt", "lora", "lora_version")
     TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     MISSING_KEY_FIELD_NUMBER: _ClassVar[int]
     CACHE_SALT_FIELD_NUMBER: _ClassVar[int]
     LORA_FIELD_NUMBER: _ClassVar[int]
+    LORA_VERSION_FIELD_NUMBER: _ClassVar[int]
     token_ids: bytes
     missing_key: int
     cache_salt: str
     lora: str
-    def __init__(self, token_ids: _Optional[bytes] = ..., missing_key: _Optional[int] = ..., cache_salt: _Optional[str] = ..., lora: _Optional[str] = ...) -> None: ...
+    lora_version: str
+    def __init__(self, token_ids: _Optional[bytes] = ..., missing_key: _Optional[int] = ..., cache_salt: _Optional[str] = ..., lora: _Optional[str] = ..., lora_version: _Optional[str] = ...) -> None: ...
