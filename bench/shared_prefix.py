@@ -13,12 +13,13 @@ import asyncio
 import json
 import time
 from array import array
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 
 from cache.block_hash import HashScheme
-from cache.prefix_cache import PrefixCache
+from cache.prefix_cache import BlockCopies, PrefixCache
 from worker.batch import SamplingParams, SliceResult, StepBatch
 from worker.detokenizer import TokenTable
 from worker.engine import Ending, Engine, Piece, Request, StepReport
@@ -37,6 +38,10 @@ class Counting:
     def __init__(self, model: ModelRunner | None) -> None:
         self._model = model
         self.num_tokens = 0
+
+    def copy(self, copies: Sequence[BlockCopies]) -> None:
+        if self._model is not None:
+            self._model.copy(copies)
 
     def execute(self, batch: StepBatch) -> list[SliceResult]:
         self.num_tokens += batch.num_tokens
