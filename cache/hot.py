@@ -37,7 +37,7 @@ class HotPrefix:
 
     token_ids: bytes  # little-endian uint32 each
     hits: float
-    lora: str = ""
+    lora: str = ""  # an adapter's identity (``cache.adapter``) as text
     cache_salt: str = ""
 
     @property
@@ -191,9 +191,11 @@ class HotTable:
             for (_, lora, salt), entry in self._entries.items()
         ]
 
-    def chains(self, now: float) -> list[tuple[array[int], float]]:
-        """The index keys of every prefix, and its hits as of ``now``."""
-        return [(entry.keys, halved(entry.hits, now - entry.at_s)) for entry in self._entries.values()]
+    def chains(self, now: float) -> list[tuple[array[int], float, str]]:
+        """The index keys of every prefix, its hits as of ``now``, and its adapter."""
+        return [
+            (entry.keys, halved(entry.hits, now - entry.at_s), lora) for (_, lora, _), entry in self._entries.items()
+        ]
 
     def check_invariants(self) -> None:
         """Raises ``AssertionError`` when bytes and entries do not agree."""

@@ -138,5 +138,6 @@ def _replica_json(one: admin_pb2.Replica) -> dict[str, Any]:
         "index_blocks": one.index_blocks,
         "inflight_tokens": one.inflight_tokens,
         "inflight_requests": one.inflight_requests,
+        "loras": [{"name": lora.name, "version": lora.version, "rank": lora.rank} for lora in lease.loras],
         "fault": lease.fault,
     }

@@ -23,12 +23,21 @@ from typing import NamedTuple
 
 from warmfront_pb.v1 import common_pb2, inference_pb2, worker_pb2
 
+from cache.adapter import Adapter
 from router.admission import Admission, Waiter, Wanted
 from router.config import RouterConfig
-from router.errors import DeadlineError, NoReplicaReadyError, OverloadedError, RouterError, WorkerFailedError
+from router.errors import (
+    DeadlineError,
+    NoReplicaReadyError,
+    NotFoundError,
+    OverloadedError,
+    RouterError,
+    WorkerFailedError,
+)
 from router.explain import Absence, RecentDecisions, Record
 from router.fleet import Fleet, Member
 from router.load import Ticket
+from router.lora import Caches, adapter_of, asked_name, no_adapter, not_found
 from router.metrics import RouterMetrics
 from router.placement import Placement
 from router.policy import Decision
@@ -41,6 +50,7 @@ _MAX_RETRIES = 2
 _RETRY_JITTER_S = 0.02
 _RETRY_AFTER_S = 1.0
 _ASK_CACHE_TIMEOUT_S = 1.0
+_REASONS = {"RESOURCE_EXHAUSTED": "overloaded", "NOT_FOUND": "no_adapter"}  # of an absence, by what the worker answered
 _FAILING = Absence("READY", "failing", "its last calls failed: it is left alone for some seconds")
 
 
@@ -103,6 +113,7 @@ class Dispatcher:
         arrived_s = time.monotonic()
         model = self._fleet.profile
         check(request, model)
+        adapter = await self._adapter(request)
         packed = await prompt_ids(request, model)
         num_tokens = len(packed) // 4
         call = worker_pb2.WorkerGenerateRequest(
@@ -113,6 +124,8 @@ class Dispatcher:
             priority=request.priority,
             retention=request.retention,
             tenant=tenant,
+            lora=adapter.name if adapter is not None else "",
+            lora_version=adapter.version if adapter is not None else "",
         )
         limit_s = self._config.request_timeout_s
         return Work(
@@ -128,14 +141,19 @@ class Dispatcher:
         """What would be decided for a request now, with nothing sent, charged or counted. Raises ``RouterError``."""
         model = self._fleet.profile
         check(request, model)
+        adapter = await self._adapter(request)
         packed = await prompt_ids(request, model)
         call = worker_pb2.WorkerGenerateRequest(
-            token_ids=packed, sampling=request.sampling, cache_salt=request.cache_salt
+            token_ids=packed,
+            sampling=request.sampling,
+            cache_salt=request.cache_salt,
+            lora=adapter.name if adapter is not None else "",
+            lora_version=adapter.version if adapter is not None else "",
         )
         num_tokens = len(packed) // 4
         keys = self._keys(call)
         now = time.monotonic()
-        caches, passed_over = self._eligible({}, now)
+        caches, passed_over = self._eligible(call, {}, now)
         decision = None
         if caches:
             decision = self._placement.preview(num_tokens, keys, self._block_size, caches, now, session)
@@ -177,6 +195,25 @@ class Dispatcher:
             if not member.has_left:
                 raise
             return None
+
+    async def _adapter(self, request: inference_pb2.GenerateRequest) -> Adapter | None:
+        """The adapter that a request means, None where it means the model itself. Raises ``RouterError``.
+
+        A name that nobody is known to have may have been loaded a moment ago through another router: before it is
+        refused the leases are looked at once more.
+        """
+        fleet = self._fleet
+        name = asked_name(request, fleet.profile)
+        if not name:
+            return None
+        if (adapter := fleet.adapters.named(name)) is None:
+            await fleet.look_again()
+            adapter = fleet.adapters.named(name)
+        if adapter is None and fleet.ready:
+            raise not_found(request, name, fleet.profile, fleet.adapters)
+        if adapter is None:
+            raise NoReplicaReadyError(f"{fleet.why_not_ready()}: retry soon", retry_after_s=_RETRY_AFTER_S)
+        return adapter
 
     def count(self, status: str) -> None:
         """Count one request of a client, which may have had several prompts. ``status`` is a gRPC status name."""
@@ -245,10 +282,11 @@ class Dispatcher:
                 "replica failed a request request=%s replica=%s status=%s messages=%d error=%r",
                 *(work.request_id, member.replica.id, failure.status, len(delivered), failure.message),
             )
-            reason = "overloaded" if failure.status == "RESOURCE_EXHAUSTED" else "excluded"
-            excluded[member.replica.id] = Absence("READY", reason, f"{failure.status}: {failure.message}")
+            excluded[member.replica.id] = Absence(
+                "READY", _REASONS.get(failure.status, "excluded"), f"{failure.status}: {failure.message}"
+            )
             if len(delivered) == num_before:
-                await self._before_retry(failure, route, excluded, deadline_s)
+                await self._before_retry(work, failure, route, excluded, deadline_s)
                 continue
             if _is_whole(delivered[-1]):
                 return  # it died between the last message and the status
@@ -282,7 +320,7 @@ class Dispatcher:
             return array("Q")
         if call.sampling.HasField("prompt_logprobs"):
             return array("Q")  # each of its prompt tokens is computed, whatever is cached
-        return chains.keys(call.token_ids, call.cache_salt)
+        return chains.keys(call.token_ids, call.cache_salt, adapter_of(call))
 
     async def _admit(
         self, work: Work, keys: array[int], excluded: Mapping[str, Absence], route: Route, deadline_s: float
@@ -327,12 +365,9 @@ class Dispatcher:
         """Decide and charge, in one go: nobody else decides between the two. Where the chosen is full, only decide."""
         started = time.perf_counter()
         now = time.monotonic()
-        caches, passed_over = self._eligible(excluded, now)
+        caches, passed_over = self._eligible(work.call, excluded, now)
         if not caches:
-            raise NoReplicaReadyError(
-                f"{self._fleet.why_not_ready() or 'every ready replica failed this request'}: retry soon",
-                retry_after_s=_RETRY_AFTER_S,
-            )
+            raise self._nobody(work.call)
         decided = self._placement.decide(work.num_tokens, keys, self._block_size, caches, now, work.session)
         decision = decided.decision
         chosen = decision.chosen
@@ -349,6 +384,13 @@ class Dispatcher:
         self._metrics.matched_tokens.inc(chosen.matched_tokens)
         self._metrics.regret_tokens.inc(decision.regret_tokens)
         return _Sent(member, ticket, decided.work_tokens)
+
+    def _nobody(self, call: worker_pb2.WorkerGenerateRequest) -> RouterError:
+        """Why no replica can take a request, though it was taken in."""
+        if self._fleet.ready and not self._holders(call):
+            return NotFoundError(f"lora: adapter {call.lora!r} is not loaded any more", param="lora")
+        why = self._fleet.why_not_ready() or "every ready replica that could answer this request has failed it"
+        return NoReplicaReadyError(f"{why}: retry soon", retry_after_s=_RETRY_AFTER_S)
 
     def _record(
         self,
@@ -379,18 +421,30 @@ class Dispatcher:
         scheme = self._fleet.scheme
         return scheme.block_size if scheme is not None else 1
 
+    def _holders(self, call: worker_pb2.WorkerGenerateRequest) -> Caches:
+        """The ready replicas that can answer this request: those that have its adapter, or all."""
+        adapter = adapter_of(call)
+        return self._fleet.ready_caches if adapter is None else self._fleet.adapters.caches(adapter)
+
     def _eligible(
-        self, excluded: Mapping[str, Absence], now: float
-    ) -> tuple[Mapping[str, common_pb2.CacheState], Mapping[str, Absence]]:
-        """Ready replicas that have not failed this request; those behind an open breaker only when all are.
+        self, call: worker_pb2.WorkerGenerateRequest, excluded: Mapping[str, Absence], now: float
+    ) -> tuple[Caches, Mapping[str, Absence]]:
+        """Those of them that have not failed this request; those behind an open breaker only when all are.
 
         And the other ready ones, with the reason.
         """
-        caches = self._fleet.ready_caches
+        caches = self._holders(call)
         self._troubled = {member for member in self._troubled if member.breaker.is_troubled and not member.has_left}
         if excluded:
             caches = {name: cache for name, cache in caches.items() if name not in excluded}
         passed_over = dict(excluded)
+        if (adapter := adapter_of(call)) is not None:
+            holders = self._fleet.adapters.caches(adapter)
+            passed_over |= {
+                name: no_adapter(adapter)
+                for name in self._fleet.ready_caches
+                if name not in holders and name not in excluded
+            }
         avoided = {member.replica.id for member in self._troubled if not member.breaker.allows(now)}
         if avoided:
             allowed = {name: cache for name, cache in caches.items() if name not in avoided}
@@ -421,15 +475,16 @@ class Dispatcher:
             self._metrics.prediction_error_tokens.observe(route.matched_tokens - route.cached_tokens)
 
     async def _before_retry(
-        self, failure: WorkerError, route: Route, excluded: Mapping[str, Absence], deadline_s: float
+        self, work: Work, failure: WorkerError, route: Route, excluded: Mapping[str, Absence], deadline_s: float
     ) -> None:
         """Wait a moment, or raise where another replica would not help."""
         who = "the only ready replica" if len(excluded) == 1 else f"each of the {len(excluded)} replicas tried"
-        if failure.status in CLIENT_STATUSES:
+        has_lost_adapter = failure.status == "NOT_FOUND" and bool(work.call.lora)  # another one may have it still
+        if failure.status in CLIENT_STATUSES and not has_lost_adapter:
             if failure.status == "DEADLINE_EXCEEDED":
                 raise DeadlineError("the request's deadline passed before its first token")
             raise failure.as_router_error(who)
-        if route.num_retries >= _MAX_RETRIES or not self._fleet.ready.keys() - excluded:
+        if route.num_retries >= _MAX_RETRIES or not self._holders(work.call).keys() - excluded:
             if failure.status == "RESOURCE_EXHAUSTED":
                 raise OverloadedError(f"all queues are full: {failure.message}", retry_after_s=_RETRY_AFTER_S)
             raise failure.as_router_error(who)

@@ -24,6 +24,7 @@ from router.flow import Bound, bound_of
 from router.hot import HotPrefixes
 from router.index_mirror import IndexMirror
 from router.load import LoadBook
+from router.lora import Adapters
 from router.metrics import RouterMetrics
 from router.registry import FleetKeys, Membership, Registry, Replica, connect_redis
 from router.shared_load import SharedLoad
@@ -35,6 +36,7 @@ log = logging.getLogger(__name__)
 _GET_MODEL_TIMEOUT_S = 10.0
 _POLLS_PER_HEARTBEAT = 4
 _UNBOUND = Bound()
+_LOOK_PAUSE_S = 0.05  # between looks that requests ask for
 
 
 @dataclass(slots=True, eq=False)
@@ -59,6 +61,7 @@ class Fleet:
         self.ready: dict[str, Member] = {}  # those that take user traffic; replaced, never changed
         self.ready_caches: dict[str, common_pb2.CacheState] = {}  # the same replicas' caches, as their leases tell
         self.bounds: dict[str, Bound] = {}  # of the same replicas: what each is given at most
+        self.adapters = Adapters({})  # of the ready ones
         self.absent: dict[str, Absence] = {}  # the other members, and why they take none
         self.index = PrefixIndex()
         self.loads = LoadBook()
@@ -79,6 +82,8 @@ class Fleet:
         self.hot = HotPrefixes(self._redis, keys, config, metrics)
         self.shared_load = SharedLoad(self._redis, keys, config, self.loads)
         self._num_tokenizer_hits = 0  # that the metric knows
+        self._looking = asyncio.Lock()
+        self._looked_s = 0.0
         self._tasks: list[asyncio.Task[None]] = []
         # A cancellation that meets a Redis call may be lost inside the client: the loops look here as well.
         self._is_stopped = False
@@ -137,18 +142,27 @@ class Fleet:
             return "the index is being loaded"
         return ""
 
+    async def look_again(self) -> None:
+        """Take in the leases as they stand now. Looks that are asked for together are one, of few a second."""
+        asked_s = time.monotonic()
+        async with self._looking:
+            if self._looked_s < asked_s:
+                await asyncio.sleep(self._looked_s + _LOOK_PAUSE_S - asked_s)
+                await self._look()
+
     async def _follow_leases(self) -> None:
         period_s = self.config.heartbeat_s / _POLLS_PER_HEARTBEAT
         while not self._is_stopped:
             await asyncio.sleep(period_s)
             try:
-                await self._look()
+                async with self._looking:
+                    await self._look()
             except Exception:
                 # Whatever one lease holds: the next look must come.
                 log.exception("looking at the leases failed")
 
     async def _look(self) -> None:
-        now = time.monotonic()
+        now = self._looked_s = time.monotonic()
         changes = await self._registry.poll(now)
         if changes is not None:
             for replica in changes.left:
@@ -172,9 +186,7 @@ class Fleet:
                     self.loads.of(lease.replica).told(load.waiting + load.running, load.waiting_tokens)
                 self.mirror.audit(lease)
                 self.hot.follow(lease, self.index)
-        self.ready = {name: member for name, member in self.members.items() if member.replica.is_ready}
-        self.ready_caches = {name: member.replica.lease.cache for name, member in self.ready.items()}
-        self.bounds = {name: self._bound(member) for name, member in self.ready.items()}
+        self._set_ready({name: member for name, member in self.members.items() if member.replica.is_ready})
         self.absent = {
             name: _absence(member.replica) for name, member in self.members.items() if name not in self.ready
         }
@@ -231,9 +243,14 @@ class Fleet:
         self.mirror.forget(replica.id)
         self.loads.forget(replica.id)
         member.has_left = True
-        self.ready = {name: one for name, one in self.ready.items() if one is not member}
-        self.ready_caches = {name: self.ready_caches[name] for name in self.ready}
+        self._set_ready({name: one for name, one in self.ready.items() if one is not member})
         await member.client.close()
+
+    def _set_ready(self, ready: dict[str, Member]) -> None:
+        self.ready = ready
+        self.ready_caches = {name: member.replica.lease.cache for name, member in ready.items()}
+        self.bounds = {name: self._bound(member) for name, member in ready.items()}
+        self.adapters = Adapters({name: member.replica.lease for name, member in ready.items()})
 
     async def _follow_model(self) -> None:
         while not self._is_stopped:

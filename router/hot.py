@@ -19,9 +19,11 @@ import redis.asyncio as redis_asyncio
 from redis.exceptions import RedisError
 from warmfront_pb.v1 import common_pb2, worker_pb2
 
+from cache.adapter import Adapter
 from cache.hot import MAX_PREFIXES, MAX_TOKENS, HotPrefix, HotTable, by_value, encode_hot
 from cache.prefix_index import PrefixIndex
 from router.config import RouterConfig
+from router.lora import adapter_of
 from router.metrics import RouterMetrics
 from router.registry import FleetKeys
 
@@ -53,8 +55,10 @@ class HotPrefixes:
         """A request has ended, and its replica says how many tokens of the prompt it did not compute."""
         if not num_cached or not self._config.hot or (call.cache_salt and not self._config.hot_salted):
             return
+        adapter = adapter_of(call)
+        lora = "" if adapter is None else str(adapter)
         self.table.credit(
-            keys, call.token_ids, num_cached, block_size, time.monotonic(), lora=call.lora, cache_salt=call.cache_salt
+            keys, call.token_ids, num_cached, block_size, time.monotonic(), lora=lora, cache_salt=call.cache_salt
         )
 
     def follow(self, lease: common_pb2.ReplicaLease, index: PrefixIndex) -> None:
@@ -65,7 +69,7 @@ class HotPrefixes:
             self._warming.pop(lease.replica, None)
         elif lease.replica in self._warming and index.last_seq(lease.replica) >= lease.cache.last_seq:
             del self._warming[lease.replica]
-            wanted, held = (count * lease.contract.block_size for count in self._saved(lease.replica, index))
+            wanted, held = (count * lease.contract.block_size for count in self._saved(lease, index))
             self._metrics.prewarm_tokens.inc(held)
             self._metrics.prewarm_missed.inc(wanted - held)
             log.info("replica is warm replica=%s held_share=%.3f", lease.replica, held / wanted if wanted else 1.0)
@@ -107,11 +111,14 @@ class HotPrefixes:
         now, count = await pipe.execute()
         return now, count
 
-    def _saved(self, replica: str, index: PrefixIndex) -> tuple[float, float]:
-        """Tokens that the hits of all hot prefixes would save, and how many of them on ``replica``."""
+    def _saved(self, lease: common_pb2.ReplicaLease, index: PrefixIndex) -> tuple[float, float]:
+        """Blocks that the hits of all hot prefixes save which concern this replica, and how many of them it holds."""
         wanted = held = 0.0
-        for keys, hits in self.table.chains(time.monotonic()):
-            depths = index.match(keys).get(replica)
+        loaded = {str(Adapter(one.name, one.version)) for one in lease.loras}
+        for keys, hits, lora in self.table.chains(time.monotonic()):
+            if lora and lora not in loaded:
+                continue
+            depths = index.match(keys).get(lease.replica)
             wanted += hits * len(keys)
             held += hits * depths.total if depths is not None else 0
         return wanted, held

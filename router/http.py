@@ -34,6 +34,7 @@ from router.errors import (
 from router.explain import as_json, explain
 from router.fleet import Fleet
 from router.http_protocol import guarded
+from router.lora_admin import LoraAdmin
 from router.metrics import RouterMetrics
 from router.request import Work, model_not_found
 from router.service import EXPLAIN_HEADER, request_id_of
@@ -66,6 +67,7 @@ class HttpFront:
         self._fleet = fleet
         self._dispatcher = dispatcher
         self._admin = admin
+        self._lora = LoraAdmin(fleet)
         self._metrics = metrics
         self._is_draining = False
         self._started_at = int(time.time())
@@ -79,6 +81,9 @@ class HttpFront:
             Path("/v1/drain", self._drain, methods=["POST"]),
             Path("/v1/explain", self._explain, methods=["POST"]),
             Path("/v1/cache/reset", self._reset_cache, methods=["POST"]),
+            Path("/v1/lora", self._list_loras, methods=["GET"]),
+            Path("/v1/lora", self._load_lora, methods=["POST"]),
+            Path("/v1/lora/{name:path}", self._unload_lora, methods=["DELETE"]),
             Path("/healthz", self._healthz, methods=["GET"]),
             Path("/readyz", self._readyz, methods=["GET"]),
             Path("/metrics", self._metrics_text, methods=["GET"]),
@@ -171,21 +176,24 @@ class HttpFront:
     # The rest
 
     async def _models(self, http: Request) -> Response:
-        return _json({"object": "list", "data": [self._model_json()]})
+        adapters = [self._model_json(name) for name in self._fleet.adapters.names]
+        return _json({"object": "list", "data": [self._model_json(), *adapters]})
 
     async def _model(self, http: Request) -> Response:
         name = http.path_params["name"]
-        if name != self._fleet.profile.name:
-            raise model_not_found(name, self._fleet.profile.name)
-        return _json(self._model_json())
+        served, adapters = self._fleet.profile.name, self._fleet.adapters
+        if name != served and adapters.named(name) is None:
+            raise model_not_found(name, served, adapters.names)
+        return _json(self._model_json("" if name == served else name))
 
-    def _model_json(self) -> dict[str, Any]:
+    def _model_json(self, adapter: str = "") -> dict[str, Any]:
         model = self._fleet.profile
         return {
-            "id": model.name,
+            "id": adapter or model.name,
             "object": "model",
             "created": self._started_at,
             "owned_by": "warmfront",
+            "parent": model.name if adapter else None,
             "max_model_len": model.max_model_len,
         }
 
@@ -215,6 +223,21 @@ class HttpFront:
     async def _reset_cache(self, http: Request) -> Response:
         reset = await self._admin.reset_cache()
         return _json(as_json(reset), status=200 if reset.complete else 207)
+
+    async def _list_loras(self, http: Request) -> Response:
+        return _json(as_json(await self._lora.listed()))
+
+    async def _load_lora(self, http: Request) -> Response:
+        try:
+            body = msgspec.json.decode(await self._body(http), type=_LoraBody)
+        except (msgspec.DecodeError, UnicodeDecodeError) as error:
+            raise InvalidRequestError(f'the body is not {{"name": NAME, "path": FOLDER}}: {error}') from None
+        loaded = await self._lora.load(body.name, body.path, body.replica)
+        return _json(as_json(loaded), status=200 if loaded.complete else 207)
+
+    async def _unload_lora(self, http: Request) -> Response:
+        unloaded = await self._lora.unload(http.path_params["name"], http.query_params.get("replica", ""))
+        return _json(as_json(unloaded), status=200 if unloaded.complete else 207)
 
     async def _healthz(self, http: Request) -> Response:
         return Response("ok\n", media_type="text/plain")
@@ -261,6 +284,12 @@ def _timeout_s(http: Request, is_stream: bool) -> float | None:
 class _DrainBody(msgspec.Struct):
     replica: str
     deadline_ms: openai_api.Count = 0
+
+
+class _LoraBody(msgspec.Struct, forbid_unknown_fields=True):
+    name: str
+    path: str
+    replica: str = ""
 
 
 class _Choice:

@@ -5,6 +5,7 @@ Both fronts speak ``GenerateRequest``; HTTP bodies become one first. Errors name
 
 import random
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -56,11 +57,7 @@ class Work:
 
 
 def check(request: inference_pb2.GenerateRequest, model: ModelProfile) -> None:
-    """All that can be checked before the prompt is tokens. Raises ``RouterError``."""
-    if request.model and request.model != model.name:
-        raise model_not_found(request.model, model.name)
-    if request.lora:
-        raise NotFoundError(f"lora: no adapter {request.lora!r} is loaded: leave the field out", param="lora")
+    """All that can be checked before the prompt is tokens, but for its adapter. Raises ``RouterError``."""
     if request.WhichOneof("prompt") is None:
         raise _invalid("prompt", "is missing: give text, token_ids or chat")
     if request.HasField("chat"):
@@ -167,9 +164,10 @@ def _check_sampling(sampling: inference_pb2.SamplingParams, model: ModelProfile)
             raise _invalid("logit_bias", f"has {bias:g} for token {token_id}: use -100 to 100")
 
 
-def model_not_found(name: str, served: str) -> NotFoundError:
-    """For a request that names another model than the one that is served."""
-    return NotFoundError(f"model {name!r} is not served here: use {served!r}", param="model", code="model_not_found")
+def model_not_found(name: str, served: str, adapters: Sequence[str] = ()) -> NotFoundError:
+    """For a request that names neither the model that is served nor one of its adapters."""
+    names = " or ".join(map(repr, (served, *adapters)))
+    return NotFoundError(f"model {name!r} is not served here: use {names}", param="model", code="model_not_found")
 
 
 def _invalid(param: str, text: str, code: str | None = None) -> InvalidRequestError:

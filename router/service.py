@@ -8,9 +8,9 @@ import logging
 import re
 import secrets
 import socket
-from collections.abc import Sequence
+from collections.abc import Awaitable, Sequence
 from contextlib import aclosing
-from typing import Any
+from typing import Any, TypeVar
 
 import grpc
 import grpc.aio
@@ -26,6 +26,7 @@ from router.dispatch import Dispatcher, Route
 from router.errors import BodyTooSlowError, InvalidRequestError, RouterError, StalledError
 from router.explain import as_metadata, explain
 from router.fleet import Fleet
+from router.lora_admin import LoraAdmin
 from router.metrics import RouterMetrics
 from router.worker_client import MAX_MESSAGE_BYTES
 
@@ -38,6 +39,7 @@ _REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}")
 
 _CUT_OFF_S = 1.0
 
+_T = TypeVar("_T")
 Context = grpc.aio.ServicerContext[Any, Any]
 
 
@@ -64,6 +66,7 @@ class GrpcFront:
         self._fleet = fleet
         self._dispatcher = dispatcher
         self._admin = admin
+        self._lora = LoraAdmin(fleet)
         self._health = health.aio.HealthServicer()
         self._server = grpc.aio.server(
             options=(
@@ -109,6 +112,21 @@ class GrpcFront:
                             self._reset_cache,
                             request_deserializer=admin_pb2.ResetCacheRequest.FromString,
                             response_serializer=admin_pb2.ResetCacheResponse.SerializeToString,
+                        ),
+                        "LoadLora": grpc.unary_unary_rpc_method_handler(
+                            self._load_lora,
+                            request_deserializer=admin_pb2.LoadLoraRequest.FromString,
+                            response_serializer=admin_pb2.LoraResponse.SerializeToString,
+                        ),
+                        "UnloadLora": grpc.unary_unary_rpc_method_handler(
+                            self._unload_lora,
+                            request_deserializer=admin_pb2.UnloadLoraRequest.FromString,
+                            response_serializer=admin_pb2.LoraResponse.SerializeToString,
+                        ),
+                        "ListLoras": grpc.unary_unary_rpc_method_handler(
+                            self._list_loras,
+                            request_deserializer=admin_pb2.ListLorasRequest.FromString,
+                            response_serializer=admin_pb2.ListLorasResponse.SerializeToString,
                         ),
                     },
                 ),
@@ -224,9 +242,12 @@ class GrpcFront:
         except RouterError as error:
             await _abort(context, error)
             raise
-        return inference_pb2.ListModelsResponse(
-            models=[inference_pb2.Model(name=model.name, max_model_len=model.max_model_len)]
-        )
+        models = [inference_pb2.Model(name=model.name, max_model_len=model.max_model_len)]
+        models += [
+            inference_pb2.Model(name=name, max_model_len=model.max_model_len, lora_base=model.name)
+            for name in self._fleet.adapters.names
+        ]
+        return inference_pb2.ListModelsResponse(models=models)
 
     async def _list_replicas(
         self, request: admin_pb2.ListReplicasRequest, context: Context
@@ -236,11 +257,8 @@ class GrpcFront:
     async def _drain_replica(
         self, request: admin_pb2.DrainReplicaRequest, context: Context
     ) -> admin_pb2.DrainReplicaResponse:
-        try:
-            return admin_pb2.DrainReplicaResponse(running=await self._admin.drain(request.replica, request.deadline_ms))
-        except RouterError as error:
-            await _abort(context, error)
-            raise
+        running = await _or_abort(context, self._admin.drain(request.replica, request.deadline_ms))
+        return admin_pb2.DrainReplicaResponse(running=running)
 
     async def _explain(self, request: admin_pb2.ExplainRequest, context: Context) -> admin_pb2.ExplainResponse:
         recent = self._dispatcher.recent
@@ -263,11 +281,24 @@ class GrpcFront:
     async def _reset_cache(
         self, request: admin_pb2.ResetCacheRequest, context: Context
     ) -> admin_pb2.ResetCacheResponse:
-        try:
-            return await self._admin.reset_cache()
-        except RouterError as error:
-            await _abort(context, error)
-            raise
+        return await _or_abort(context, self._admin.reset_cache())
+
+    async def _load_lora(self, request: admin_pb2.LoadLoraRequest, context: Context) -> admin_pb2.LoraResponse:
+        return await _or_abort(context, self._lora.load(request.name, request.path, request.replica))
+
+    async def _unload_lora(self, request: admin_pb2.UnloadLoraRequest, context: Context) -> admin_pb2.LoraResponse:
+        return await _or_abort(context, self._lora.unload(request.name, request.replica))
+
+    async def _list_loras(self, request: admin_pb2.ListLorasRequest, context: Context) -> admin_pb2.ListLorasResponse:
+        return await _or_abort(context, self._lora.listed())
+
+
+async def _or_abort(context: Context, answer: Awaitable[_T]) -> _T:
+    try:
+        return await answer
+    except RouterError as error:
+        await _abort(context, error)
+        raise
 
 
 class _Patience:

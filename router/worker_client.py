@@ -172,6 +172,17 @@ class WorkerClient:
             response_deserializer=common_pb2.CacheExplanation.FromString,
         )
 
+        self._load_lora = self._channel.unary_unary(
+            f"{_SERVICE}/LoadLora",
+            request_serializer=worker_pb2.LoadWorkerLoraRequest.SerializeToString,
+            response_deserializer=worker_pb2.LoadWorkerLoraResponse.FromString,
+        )
+        self._unload_lora = self._channel.unary_unary(
+            f"{_SERVICE}/UnloadLora",
+            request_serializer=worker_pb2.UnloadWorkerLoraRequest.SerializeToString,
+            response_deserializer=worker_pb2.UnloadWorkerLoraResponse.FromString,
+        )
+
     def generate(self, request: bytes, timeout_s: float | None) -> WorkerStream:
         """Start a Generate call with a serialised WorkerGenerateRequest."""
         return WorkerStream(self._generate(request, timeout=timeout_s, metadata=self._metadata))
@@ -212,6 +223,28 @@ class WorkerClient:
         """Why the replica's cache has what it has of a prompt. Raises ``WorkerError``."""
         try:
             reply: common_pb2.CacheExplanation = await self._explain_cache(
+                request, timeout=timeout_s, metadata=self._metadata
+            )
+        except grpc.aio.AioRpcError as error:
+            raise _worker_error(error) from None
+        return reply
+
+    async def load_lora(self, name: str, path: str, timeout_s: float) -> worker_pb2.LoadWorkerLoraResponse:
+        """Let the replica load an adapter from its disk. Raises ``WorkerError``."""
+        request = worker_pb2.LoadWorkerLoraRequest(name=name, path=path)
+        try:
+            reply: worker_pb2.LoadWorkerLoraResponse = await self._load_lora(
+                request, timeout=timeout_s, metadata=self._metadata
+            )
+        except grpc.aio.AioRpcError as error:
+            raise _worker_error(error) from None
+        return reply
+
+    async def unload_lora(self, name: str, timeout_s: float) -> worker_pb2.UnloadWorkerLoraResponse:
+        """Let the replica give an adapter up. Raises ``WorkerError``: NOT_FOUND where it has none of that name."""
+        request = worker_pb2.UnloadWorkerLoraRequest(name=name)
+        try:
+            reply: worker_pb2.UnloadWorkerLoraResponse = await self._unload_lora(
                 request, timeout=timeout_s, metadata=self._metadata
             )
         except grpc.aio.AioRpcError as error:

@@ -26,6 +26,7 @@ COMMANDS = {
     "prewarm": ("warmfront.hot", "prewarm", "Compute hot prefixes on a worker before it is needed."),
     "drain": ("warmfront.status", "drain", "Take a replica out of service; running requests end."),
     "reset": ("warmfront.status", "reset", "Let every replica forget its cached blocks."),
+    "lora": ("warmfront.lora", "lora", "Load, unload and list LoRA adapters."),
     "down": ("warmfront.down", "down", "End a cluster, or remove what a killed `up` left."),
     "controller": ("warmfront.controller", "controller", "Run routers and workers on a Ray cluster, as a file says."),
     "router": ("warmfront.parts", "router", "Run one router, for containers."),

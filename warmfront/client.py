@@ -97,6 +97,10 @@ class Client:
         """The JSON answer to ``body``."""
         return self._json("POST", path, body)
 
+    def delete(self, path: str) -> Any:
+        """The JSON answer to a DELETE of ``path``."""
+        return self._json("DELETE", path, None)
+
     def is_ready(self) -> bool:
         """Whether ``/readyz`` says yes; False too when nobody answers."""
         try:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
+import hashlib
 import secrets
 import time
 import zlib
@@ -24,6 +25,7 @@ from redis.exceptions import RedisError
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from warmfront_pb.v1 import common_pb2, inference_pb2, worker_pb2, worker_pb2_grpc
 
+from cache.adapter import Adapter
 from cache.block_hash import DEFAULT_SEED, HashScheme, extra_keys
 from cache.events import EventBatch, encode_batch, encode_snapshot
 from cache.prefix_cache import PrefixCache
@@ -100,6 +102,7 @@ class SimulatedWorker(worker_pb2_grpc.WorkerServicer):
         self.num_answered = 0  # to their ends
         self.running = 0
         self.address = ""
+        self.loras: dict[str, str] = {}  # versions by name
         self.tokenizer = byte_tokenizer()
         self._prefill = asyncio.Lock()
         self._heartbeat = 0
@@ -193,7 +196,8 @@ class SimulatedWorker(worker_pb2_grpc.WorkerServicer):
             answer = common_pb2.CacheExplanation(reason="never_seen" if eviction is None else "evicted")
         else:
             prompt = memoryview(request.token_ids).cast("I").tolist()
-            extra = extra_keys(len(prompt), self.spec.block_size, cache_salt=request.cache_salt or None)
+            adapter = Adapter(request.lora, request.lora_version) if request.lora else None
+            extra = extra_keys(len(prompt), self.spec.block_size, lora=adapter, cache_salt=request.cache_salt or None)
             found = self.cache.explain(self.scheme.chain(prompt, extra))
             eviction = found.eviction
             answer = common_pb2.CacheExplanation(reason=found.reason, cached_tokens=found.num_matched_tokens)
@@ -202,6 +206,34 @@ class SimulatedWorker(worker_pb2_grpc.WorkerServicer):
             answer.removal_reason = eviction.reason.name.lower()
             answer.evicted_for = str(eviction.culprit).partition("/")[0]
         return answer
+
+    async def LoadLora(
+        self, request: worker_pb2.LoadWorkerLoraRequest, context: grpc.aio.ServicerContext[Any, Any]
+    ) -> worker_pb2.LoadWorkerLoraResponse:
+        """Content is whatever the path says; a path that begins with "no" is refused."""
+        await self._authenticate(context)
+        if request.path.startswith("no"):
+            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, f"{request.path} cannot be used")
+        version = hashlib.sha256(request.path.encode()).hexdigest()
+        was_loaded = request.name in self.loras
+        if self.loras.setdefault(request.name, version) != version:
+            await context.abort(grpc.StatusCode.FAILED_PRECONDITION, "other content: unload it first")
+        await self.report()
+        return worker_pb2.LoadWorkerLoraResponse(lora=self._lora(request.name), was_loaded=was_loaded)
+
+    async def UnloadLora(
+        self, request: worker_pb2.UnloadWorkerLoraRequest, context: grpc.aio.ServicerContext[Any, Any]
+    ) -> worker_pb2.UnloadWorkerLoraResponse:
+        await self._authenticate(context)
+        if request.name not in self.loras:
+            await context.abort(grpc.StatusCode.NOT_FOUND, f"no adapter {request.name!r} is loaded here")
+        gone = self._lora(request.name)
+        del self.loras[request.name]
+        await self.report()
+        return worker_pb2.UnloadWorkerLoraResponse(lora=gone, running=self.running)
+
+    def _lora(self, name: str) -> common_pb2.LoadedLora:
+        return common_pb2.LoadedLora(name=name, version=self.loras[name], rank=8)
 
     async def _authenticate(self, context: grpc.aio.ServicerContext[Any, Any]) -> None:
         if dict(context.invocation_metadata() or ()).get("authorization") != f"Bearer {TOKEN}":
@@ -219,6 +251,10 @@ class SimulatedWorker(worker_pb2_grpc.WorkerServicer):
             await asyncio.Event().wait()
         if request.generation != self.generation:
             await context.abort(grpc.StatusCode.FAILED_PRECONDITION, "another generation")
+        if request.lora and self.loras.get(request.lora) != request.lora_version:
+            await context.abort(
+                grpc.StatusCode.NOT_FOUND, f"no adapter {request.lora!r} of that version is loaded here"
+            )
         if self.state != common_pb2.READY:
             await context.abort(grpc.StatusCode.UNAVAILABLE, "draining")
         if self.running >= self.spec.max_queue:
@@ -229,7 +265,9 @@ class SimulatedWorker(worker_pb2_grpc.WorkerServicer):
     ) -> AsyncIterator[inference_pb2.GenerateResponse]:
         prompt = memoryview(request.token_ids).cast("I").tolist()
         prior = request.num_prior_output_tokens
-        extra = extra_keys(len(prompt), self.spec.block_size, cache_salt=request.cache_salt or None)
+        adapter = Adapter(request.lora, request.lora_version) if request.lora else None
+        extra = extra_keys(len(prompt), self.spec.block_size, lora=adapter, cache_salt=request.cache_salt or None)
+        seed = request.sampling.seed + (zlib.crc32(str(adapter).encode()) if adapter else 0)
         num_cached = 0
         output_keys: list[int] = []
         completed = 0
@@ -254,7 +292,7 @@ class SimulatedWorker(worker_pb2_grpc.WorkerServicer):
                 for position in range(prior, request.sampling.max_tokens):
                     if self.faults.cut_after_tokens is not None and position - prior >= self.faults.cut_after_tokens:
                         await context.abort(grpc.StatusCode.UNAVAILABLE, "cut in the middle")
-                    token = self._next_token(chain.token_ids, request.sampling.seed + index)
+                    token = self._next_token(chain.token_ids, seed + index)
                     if position > prior and self.spec.decode_s:
                         await asyncio.sleep(self.spec.decode_s)
                     self.cache.append(request_id, [token])
@@ -334,6 +372,7 @@ class SimulatedWorker(worker_pb2_grpc.WorkerServicer):
             ),
             heartbeat_ms=int(self.spec.heartbeat_s * 1000),
             lease_ms=int(self.spec.lease_s * 1000),
+            loras=[self._lora(name) for name in sorted(self.loras)],
         )
 
     def _key(self, name: str) -> str:

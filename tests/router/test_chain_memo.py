@@ -6,6 +6,7 @@ import random
 
 import pytest
 
+from cache.adapter import Adapter
 from cache.block_hash import HashScheme, extra_keys
 from router.chain_memo import ChainMemo
 from router.segments import pack_ids
@@ -14,15 +15,15 @@ SCHEME = HashScheme(block_size=4)
 CHUNK_TOKENS = 16 * 4
 
 
-def test_keys_are_those_of_the_scheme_for_any_prompt_and_salt() -> None:
+def test_keys_are_those_of_the_scheme_for_any_prompt_salt_and_adapter() -> None:
     rng = random.Random(0)
     memo = ChainMemo(SCHEME, max_chunks=20)
     fronts = [[rng.randrange(1000) for _ in range(400)] for _ in range(4)]
     for _ in range(600):
         ids = rng.choice(fronts)[: rng.randrange(400)] + [rng.randrange(1000) for _ in range(rng.randrange(100))]
-        salt = rng.choice(["", "", "a", "b"])
-        extra = extra_keys(len(ids), 4, cache_salt=salt) if salt else None
-        assert memo.keys(pack_ids(ids), salt) == SCHEME.keys(ids, extra)
+        salt, adapter = rng.choice(["", "", "a", "b"]), rng.choice([None, None, Adapter("a", "1"), Adapter("a", "2")])
+        extra = extra_keys(len(ids), 4, lora=adapter, cache_salt=salt)
+        assert memo.keys(pack_ids(ids), salt, adapter) == SCHEME.keys(ids, extra)
         assert len(memo) <= 20
 
 
@@ -39,10 +40,12 @@ def test_each_block_is_hashed_once_and_a_known_front_not_at_all() -> None:
     assert memo.num_hashed_blocks == 161
 
 
-def test_a_salt_and_no_salt_never_meet() -> None:
+def test_salts_and_adapters_never_meet() -> None:
     memo = ChainMemo(SCHEME)
     packed = pack_ids(list(range(3 * CHUNK_TOKENS)))
-    assert not set(memo.keys(packed)) & set(memo.keys(packed, "salt"))
+    adapters = [None, Adapter("a", "1"), Adapter("a", "2"), Adapter("b", "1")]
+    keys = [key for adapter in adapters for salt in ("", "a") for key in memo.keys(packed, salt, adapter)]
+    assert len(set(keys)) == len(keys)
 
 
 def test_an_id_out_of_range_is_refused() -> None:
