@@ -93,7 +93,7 @@ class LoraReader:
         except (SafetensorError, ValueError, KeyError, RuntimeError) as error:
             raise AdapterError(f"{TENSORS_FILE} cannot be read: {error}") from error
         halves: dict[str, dict[str, Tensor]] = {}
-        for name, tensor in tensors.items():
+        for name, tensor in sorted(tensors.items()):
             match = _TENSOR.fullmatch(name)
             module = match[1] if match else ""
             if match is None or module not in self._shapes:
