@@ -75,7 +75,7 @@ class Fleet:
             metrics.tls_expiry.labels("worker_client").set_function(self._worker_tls.certificates.expires_s)
         self._redis = connect_redis(config.redis_url)
         keys = FleetKeys(config.fleet)
-        self._registry = Registry(self._redis, keys, self.membership, self._accept_contract)
+        self._registry = Registry(self._redis, keys, self.membership, self._accept_contract, self._bad_key)
         self.mirror = IndexMirror(
             self._redis, keys, self.index, metrics, on_applied=self._on_applied, rng=random.Random(config.router_id)
         )
@@ -223,6 +223,9 @@ class Fleet:
             self.scheme = HashScheme(contract.hash_algorithm, contract.block_size, self.config.hash_seed)
             self.chains = ChainMemo(self.scheme)
         return fault
+
+    def _bad_key(self, kind: str) -> None:
+        self.metrics.redis_bad_keys.labels(kind).inc()
 
     def _add(self, replica: Replica) -> None:
         lease = replica.lease

@@ -22,6 +22,7 @@ from warmfront_pb.v1 import common_pb2, worker_pb2
 from cache.adapter import Adapter
 from cache.hot import MAX_PREFIXES, MAX_TOKENS, HotPrefix, HotTable, by_value, encode_hot
 from cache.prefix_index import PrefixIndex
+from common.redis_keys import is_wrong_type, remove_wrong_types
 from router.config import RouterConfig
 from router.lora import adapter_of
 from router.metrics import RouterMetrics
@@ -85,6 +86,10 @@ class HotPrefixes:
             try:
                 await self._write(tokenizer())
             except (RedisError, OSError) as error:
+                for key in (
+                    await remove_wrong_types(self._client, {self._keys.hot: "zset"}) if is_wrong_type(error) else ()
+                ):
+                    log.error("redis held another type under key=%s: removed", key)
                 log.debug("hot prefixes are not written, redis is away error=%r", str(error))
 
     async def _write(self, tokenizer: str) -> None:

@@ -16,11 +16,12 @@ from dataclasses import dataclass
 from typing import Any
 
 import redis.asyncio as redis_asyncio
-from redis.exceptions import RedisError
+from redis.exceptions import RedisError, ResponseError
 from warmfront_pb.v1 import common_pb2
 
 from cache.events import EventBatch, EventDecodeError, Malformed, Snapshot, Tier, decode_batch, decode_snapshot
 from cache.prefix_index import Outcome, PrefixIndex
+from common.redis_keys import is_wrong_type, wrong_types
 from router.metrics import RouterMetrics
 from router.registry import FleetKeys
 
@@ -35,6 +36,7 @@ _FIRST_RETRY_S, _LAST_RETRY_S = 0.1, 2.0
 _ENOUGH_TRIES = 5  # a router whose Redis never holds a snapshot serves all the same
 _MAX_SKIPPED_EVENTS = 1 << 20
 _WANTED_MS = 10_000
+_SKIP_S = 1.0
 
 
 @dataclass(slots=True)
@@ -46,6 +48,9 @@ class _Feed:
     load_at_s: float = 0.0  # when to look for that snapshot
     num_tries: int = 0  # such looks since the feed was last seen to be right
     num_reads: int = 0  # completed reads of the stream
+    cursor: str = "0-0"  # the last entry read
+    skipped_until_s: float = 0.0  # its stream's key holds something else
+    is_told_of: bool = False  # that one of its keys does
     behind: tuple[int, int] | None = None  # (events applied, reads) when the lease was first ahead of the index
 
     @property
@@ -162,7 +167,13 @@ class IndexMirror:
 
     async def _load(self, feed: _Feed) -> None:
         """Take the snapshot if it is from after what is missing; else ask the replica for a new one, and wait."""
-        data: Any = await self._client.get(self._keys.snapshot(feed.replica, feed.generation))
+        data: Any = None
+        try:
+            data = await self._client.get(self._keys.snapshot(feed.replica, feed.generation))
+        except ResponseError as error:
+            if not is_wrong_type(error):
+                raise
+            self._bad_key(feed, "snapshot")
         if self._feeds.get(feed.replica) is not feed:
             return
         feed.num_tries += 1
@@ -178,6 +189,7 @@ class IndexMirror:
         self.index.drop(feed.replica)
         self.index.load(feed.replica, snapshot)
         feed.is_loaded = True
+        feed.cursor = f"{snapshot.seq}-0"
         feed.needed_seq = 0
         feed.num_reads = 0
         feed.behind = None
@@ -187,7 +199,10 @@ class IndexMirror:
         if data is None:
             return None
         try:
-            return decode_snapshot(data)
+            snapshot = decode_snapshot(data)
+            if (snapshot.replica, snapshot.generation) != (feed.replica, feed.generation):
+                raise EventDecodeError(f"it is of {snapshot.replica!r} generation {snapshot.generation!r}")
+            return snapshot
         except EventDecodeError as error:
             self._metrics.index_bad_events.inc()
             log.warning("bad snapshot replica=%s error=%r", feed.replica, str(error))
@@ -195,18 +210,30 @@ class IndexMirror:
 
     async def _read_streams(self, block_ms: int) -> bool:
         """Read on in every stream; return when there was something new, or after ``block_ms``, and which."""
-        feeds = {self._keys.events(f.replica, f.generation).encode(): f for f in self._feeds.values() if f.is_loaded}
+        now = time.monotonic()
+        feeds = {
+            self._keys.events(feed.replica, feed.generation).encode(): feed
+            for feed in self._feeds.values()
+            if feed.is_loaded and feed.skipped_until_s <= now
+        }
         if not feeds:
             await asyncio.sleep(block_ms / 1000)
             await self._client.ping()
             return False
-        cursors: Any = {stream: f"{self.index.last_seq(feed.replica)}-0" for stream, feed in feeds.items()}
-        reply: Any = await self._client.xread(cursors, count=_READ_COUNT, block=block_ms)
+        cursors: Any = {stream: feed.cursor for stream, feed in feeds.items()}
+        try:
+            reply: Any = await self._client.xread(cursors, count=_READ_COUNT, block=block_ms)
+        except ResponseError as error:
+            if not is_wrong_type(error):
+                raise
+            await self._skip_bad_streams(feeds)
+            return False
         for stream, entries in reply or ():
             feed = feeds[stream]
             if self._feeds.get(feed.replica) is not feed:
                 continue
             for entry_id, fields in entries:
+                feed.cursor = entry_id.decode()
                 self._take(feed, entry_id, fields)
             self._applied(feed)
             if feed.num_reads:  # what the first read finds may be old
@@ -223,10 +250,7 @@ class IndexMirror:
         except (KeyError, EventDecodeError) as error:
             log.warning("bad event batch replica=%s entry=%s error=%r", feed.replica, entry_id.decode(), str(error))
             self._metrics.index_bad_events.inc()
-            last_seq = int(entry_id.split(b"-")[0])  # it took the numbers up to its entry's
-            self._need_snapshot(feed, last_seq, "a bad batch")
-            self._skip_to(feed, last_seq, str(error))
-            return
+            return  # if it was one of the replica's, the next batch shows a gap, or its lease is ahead
         bad_events = sum(isinstance(event, Malformed) for event in batch.events)
         if bad_events:
             self._metrics.index_bad_events.inc(bad_events)
@@ -237,6 +261,20 @@ class IndexMirror:
             self._need_snapshot(feed, batch.first_seq - 1, f"events {first} to {batch.first_seq - 1} are missing")
             self._skip_to(feed, batch.first_seq - 1, "missing")
             self.index.apply(feed.replica, batch)
+
+    async def _skip_bad_streams(self, feeds: dict[bytes, _Feed]) -> None:
+        """Somebody wrote something else under a stream's key: its replica makes it anew, the others are read on."""
+        bad = await wrong_types(self._client, {stream.decode(): "stream" for stream in feeds})
+        for stream in bad:
+            feed = feeds[stream.encode()]
+            feed.skipped_until_s = time.monotonic() + _SKIP_S
+            self._bad_key(feed, "events")
+
+    def _bad_key(self, feed: _Feed, kind: str) -> None:
+        self._metrics.redis_bad_keys.labels(kind).inc()
+        if not feed.is_told_of:
+            feed.is_told_of = True
+            log.error("redis holds another type where %s should be replica=%s", kind, feed.replica)
 
     def _observe_lags(self, entries: Iterable[dict[bytes, bytes]]) -> None:
         """From the worker's making a batch to its standing in the index. Its clock and ours are not the same."""

@@ -45,6 +45,9 @@ class RouterMetrics:
         self.index_gaps = counter("index_gaps", "Gaps found in event numbers.")
         self.index_resyncs = counter("index_resyncs", "Snapshots asked for again.")
         self.index_bad_events = counter("index_bad_events", "Events that made no sense and were skipped.")
+        self.redis_bad_keys = counter(
+            "redis_bad_keys", "Keys found with another type or with bytes that make no sense.", ("key",)
+        )
         self.index_mode = gauge("index_mode", "1 for what the index is now: live, snapshot or local.", ("mode",))
         self.retries = counter("retries", "Requests sent to another replica before a token.", ("reason",))
         self.failovers = counter("failovers", "Streams continued on another replica.")

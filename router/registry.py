@@ -16,6 +16,8 @@ from google.protobuf.message import DecodeError, Message
 from redis.exceptions import RedisError
 from warmfront_pb.v1 import common_pb2
 
+from common.redis_keys import is_wrong_type
+
 log = logging.getLogger(__name__)
 
 PROTOCOL_VERSION = 1
@@ -203,10 +205,14 @@ class Registry:
         keys: FleetKeys,
         membership: Membership,
         accept_contract: Callable[[common_pb2.Contract], str],
+        on_bad_key: Callable[[str], None] = lambda kind: None,
     ) -> None:
+        self._on_bad_key = on_bad_key
+        self._stored = _Stored(on_bad_key)
         self._accept_contract = accept_contract
         self.membership = membership
         self.online = False
+        self._is_told_of_type = False
         self._client = client
         self._keys = keys
 
@@ -215,7 +221,11 @@ class Registry:
         try:
             contract, leases = await self._read()
         except (RedisError, OSError) as error:
-            if self.online:
+            if is_wrong_type(error) and not self._is_told_of_type:
+                self._is_told_of_type = True
+                self._on_bad_key("replicas")
+                log.error("redis holds another type under key=%s: its workers write it anew", self._keys.replicas)
+            elif self.online:
                 log.warning("redis is away, routing goes on from memory error=%r", str(error))
             self.online = False
             self.membership.redis_is_away()
@@ -223,6 +233,7 @@ class Registry:
         if not self.online:
             log.info("redis answers")
         self.online = True
+        self._is_told_of_type = False
         if contract is not None:
             # An emptied Redis has none for a moment: what was adopted stays.
             self.membership.contract = contract
@@ -231,11 +242,10 @@ class Registry:
 
     async def _read(self) -> tuple[common_pb2.Contract | None, list[common_pb2.ReplicaLease]]:
         found: Any = await self._client.zrange(self._keys.replicas, 0, -1)
-        names = [name.decode() for name in found]
+        names = [name.decode(errors="replace") for name in found]
         values: Any = await self._client.mget(self._keys.contract, *map(self._keys.replica, names))
         contract, *leases = values
-        known = [_decoded(common_pb2.ReplicaLease, name, data) for name, data in zip(names, leases, strict=True)]
-        return _decoded(common_pb2.Contract, "contract", contract), [lease for lease in known if lease is not None]
+        return self._stored.contract(self._keys.contract, contract), self._stored.leases(names, leases)
 
 
 class LeaseReader:
@@ -246,23 +256,50 @@ class LeaseReader:
             url, protocol=2, socket_timeout=_REDIS_TIMEOUT_S, socket_connect_timeout=_REDIS_TIMEOUT_S
         )
         self._keys = FleetKeys(fleet)
+        self._stored = _Stored(lambda kind: None)
 
     def read(self) -> list[common_pb2.ReplicaLease] | None:
         """Every replica's; None when Redis does not answer."""
         try:
             found: Any = self._client.zrange(self._keys.replicas, 0, -1)
-            names = [name.decode() for name in found]
+            names = [name.decode(errors="replace") for name in found]
             values: Any = self._client.mget([self._keys.replica(name) for name in names]) if names else []
         except (RedisError, OSError):
             return None
-        leases = [_decoded(common_pb2.ReplicaLease, name, data) for name, data in zip(names, values, strict=True)]
-        return [lease for lease in leases if lease is not None]
+        return self._stored.leases(names, values)
 
 
-def _decoded(kind: type[_M], name: str, data: bytes | None) -> _M | None:
-    """A stored message; None where there is none, or a bad one, which must hide nobody else's."""
-    try:
-        return kind.FromString(data) if data is not None else None
-    except DecodeError as error:
-        log.error("redis holds a bad %s name=%s error=%r", kind.DESCRIPTOR.name, name, str(error))
+class _Stored:
+    """Reads stored messages. A bad one hides nobody else's; it is told of once, until it changes."""
+
+    def __init__(self, on_bad: Callable[[str], None]) -> None:
+        self._on_bad = on_bad
+        self._bad: dict[str, bytes] = {}  # name -> what stood there when it was told of
+
+    def contract(self, key: str, data: bytes | None) -> common_pb2.Contract | None:
+        return self._decoded(common_pb2.Contract, key, data, lambda one: bool(one.model and one.block_size))
+
+    def leases(self, names: Iterable[str], values: Iterable[bytes | None]) -> list[common_pb2.ReplicaLease]:
+        def is_whole(lease: common_pb2.ReplicaLease) -> bool:
+            return bool(lease.replica and lease.generation)
+
+        pairs = list(zip(names, values, strict=True))
+        found = [(name, self._decoded(common_pb2.ReplicaLease, name, data, is_whole)) for name, data in pairs]
+        return [lease for name, lease in found if lease is not None and lease.replica == name]
+
+    def _decoded(self, kind: type[_M], name: str, data: bytes | None, is_whole: Callable[[_M], bool]) -> _M | None:
+        reason = ""
+        try:
+            message = kind.FromString(data) if data is not None else None
+            if message is None or is_whole(message):
+                self._bad.pop(name, None)
+                return message
+            reason = "it is not whole, or somebody else's"
+        except DecodeError as error:
+            reason = str(error)
+        assert data is not None
+        if self._bad.get(name) != data:
+            self._bad[name] = data
+            self._on_bad(kind.DESCRIPTOR.name)
+            log.error("redis holds a bad %s name=%s error=%r", kind.DESCRIPTOR.name, name, reason)
         return None

@@ -18,6 +18,7 @@ from google.protobuf.message import DecodeError
 from redis.exceptions import RedisError
 from warmfront_pb.v1 import router_pb2
 
+from common.redis_keys import is_wrong_type, remove_wrong_types
 from router.config import RouterConfig
 from router.load import Journal, LoadBook
 from router.peer_loads import PeerLoads, batch_of, totals_of
@@ -52,6 +53,7 @@ class SharedLoad:
         self._journal = loads.journal = Journal(self._has_news.set)
         self._cursor = ""  # of the stream; empty: begin with its recent past
         self._is_stopped = False
+        self._num_repairs = 0
         self.peers = PeerLoads(loads, self._router, self._boot)
 
     async def start(self) -> None:
@@ -81,7 +83,9 @@ class SharedLoad:
                 if is_due or len(self.peers):
                     await self._write(with_totals=is_due)
                 pause_s = _FIRST_RETRY_S
-            except (RedisError, OSError):
+            except (RedisError, OSError) as error:
+                if is_wrong_type(error):
+                    await self._repair()
                 self._has_news.set()
                 await asyncio.sleep(pause_s)
                 pause_s = min(_LAST_RETRY_S, 2 * pause_s)
@@ -107,7 +111,9 @@ class SharedLoad:
                     await asyncio.sleep(_READ_PERIOD_S)
                 pause_s = _FIRST_RETRY_S
             except (RedisError, OSError) as error:
-                if self._cursor:
+                if is_wrong_type(error):
+                    await self._repair()
+                elif self._cursor:
                     log.warning("decisions go by this router's own load, redis is away error=%r", str(error))
                 self.peers.clear(time.monotonic())
                 self._cursor = ""
@@ -125,6 +131,13 @@ class SharedLoad:
             await self._client.delete(self._keys.load(self._router))
         except (RedisError, OSError) as error:
             log.debug("this router's share goes with its lease, redis is away error=%r", str(error))
+
+    async def _repair(self) -> None:
+        """Somebody wrote something else under a key of the routers': it goes, and is written anew."""
+        types = {self._keys.routers: "set", self._keys.dispatch: "stream"}
+        for key in await remove_wrong_types(self._client, types):
+            self._num_repairs += 1
+            log.error("redis held another type under key=%s: removed, number %d", key, self._num_repairs)
 
     async def _write(self, with_totals: bool) -> None:
         steps = self._journal.take()  # what cannot be sent is in the next totals

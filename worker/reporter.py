@@ -24,7 +24,9 @@ import time
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
+from typing import Any
 
+from google.protobuf.message import DecodeError
 from redis import asyncio as aioredis
 from redis.asyncio.client import Pipeline
 from redis.asyncio.retry import Retry
@@ -33,6 +35,7 @@ from redis.exceptions import RedisError, ResponseError, WatchError
 from warmfront_pb.v1 import common_pb2
 
 from cache.events import EventBatch, Snapshot, encode_batch, encode_snapshot
+from common.redis_keys import is_wrong_type, remove_wrong_types
 from worker.engine import EngineStoppedError
 
 logger = logging.getLogger(__name__)
@@ -114,6 +117,7 @@ class Reporter:
         self._fetching: asyncio.Future[Snapshot] | None = None
         self.take_snapshot: Callable[[], Future[Snapshot]] | None = None
         self.is_connected = False
+        self.num_repairs = 0  # of keys that somebody else had written
 
     async def connect(self) -> None:
         """See that Redis answers. Raises ``RegistryError``."""
@@ -126,7 +130,13 @@ class Reporter:
     async def join(self, contract: common_pb2.Contract) -> None:
         """Agree with the fleet, or set its contract. Raises ``ContractMismatchError`` or ``RegistryError``."""
         try:
-            await self._agree(contract)
+            try:
+                await self._agree(contract)
+            except ResponseError as error:
+                if not is_wrong_type(error):
+                    raise
+                await self._repair()
+                await self._agree(contract)
         except (RedisError, OSError) as error:
             raise RegistryError(f"--redis: lost Redis at {self._where()} while joining: {error}") from error
         self._contract = contract
@@ -160,8 +170,10 @@ class Reporter:
             try:
                 await self._turn()
             except (RedisError, OSError) as error:
-                if not failures:
+                if not failures and not is_wrong_type(error):
                     logger.warning("redis=away error=%r queued_batches=%d", str(error), len(self._queue))
+                if is_wrong_type(error):
+                    await self._repair()
                 failures += 1
                 self.is_connected = False
                 self._needs_snapshot = True
@@ -192,6 +204,16 @@ class Reporter:
         with contextlib.suppress(RedisError, OSError):
             await self._redis.aclose()
 
+    async def _repair(self) -> None:
+        """Somebody wrote something else under a key of ours: it goes, and is written anew in the next turn."""
+        types = dict.fromkeys((self._lease_key, self._contract_key, self._snapshot_key), "string")
+        types |= {self._replicas_key: "zset", self._stream_key: "stream"}
+        for key in await remove_wrong_types(self._redis, types):
+            self.num_repairs += 1
+            logger.error("redis held another type under key=%s: removed, number %d", key, self.num_repairs)
+            if key == self._stream_key:
+                self._has_stream = False
+
     # One turn
 
     async def _turn(self) -> None:
@@ -214,7 +236,7 @@ class Reporter:
     async def _beat(self) -> None:
         """Write the lease, renew what goes with it, and notice what is missing."""
         self._num_beats += 1
-        has_contract, has_stream, has_snapshot, is_wanted = await self._change_lease(self._write)
+        contract, has_contract, has_stream, has_snapshot, is_wanted = (await self._change_lease(self._write))[-5:]
         async with self._beaten:
             self._num_written = self._num_beats
             self._beaten.notify_all()
@@ -222,18 +244,23 @@ class Reporter:
             logger.warning("redis=emptied: writing contract and snapshot again")
             await self._agree(self._contract)
             self._needs_snapshot = True
+        elif self._contract is not None and _contract(contract) is None:
+            await self._agree(self._contract)
         if self._has_stream and not has_stream:
             self._has_stream = False
             self._needs_snapshot = True
         if not has_snapshot or is_wanted:
             self._needs_snapshot = True
 
-    async def _change_lease(self, change: Callable[[Pipeline, int], None]) -> list[bool]:
-        """Apply ``change`` unless a newer boot holds this id (``FencedError``); the last four answers as truths."""
+    async def _change_lease(self, change: Callable[[Pipeline, int], None]) -> list[Any]:
+        """Apply ``change`` unless a newer boot holds this id (``FencedError``); Redis' answers.
+
+        The last five: the contract; whether it, stream and snapshot were there; whether a snapshot was wanted.
+        """
         while True:
             async with self._redis.pipeline(transaction=True) as pipe:
                 await pipe.watch(self._lease_key)
-                holder = _generation(await pipe.get(self._lease_key))
+                holder = self._holder(await pipe.get(self._lease_key))
                 seconds, microseconds = await pipe.time()
                 if holder > self._generation:
                     raise FencedError(
@@ -245,11 +272,13 @@ class Reporter:
                 if holder and holder != self._generation:  # what an older boot has left
                     old = f"{self._replica_id}:{holder}"
                     pipe.delete(f"{self._prefix}events:{old}", f"{self._prefix}snapshot:{old}")
+                pipe.get(self._contract_key)
                 for key in (self._contract_key, self._stream_key, self._snapshot_key):
                     pipe.pexpire(key, _KEPT_LEASES * self._lease_ms)
                 pipe.delete(self._wanted_key)
                 try:
-                    return [bool(answer) for answer in (await pipe.execute())[-4:]]
+                    answers: list[Any] = await pipe.execute()
+                    return answers
                 except WatchError:  # somebody else wrote the lease just now: look again
                     continue
 
@@ -262,6 +291,20 @@ class Reporter:
         pipe.delete(self._lease_key, self._stream_key, self._snapshot_key)
         pipe.zrem(self._replicas_key, self._replica_id)
 
+    def _holder(self, stored: bytes | str | None) -> str:
+        """The boot whose lease is stored; sorts before every other where there is none, or something else."""
+        if not stored:
+            return ""
+        try:
+            lease = common_pb2.ReplicaLease.FromString(_binary(stored))
+        except DecodeError:
+            lease = common_pb2.ReplicaLease()
+        if lease.replica == self._replica_id and lease.generation:
+            return lease.generation
+        self.num_repairs += 1
+        logger.error("redis held no lease under key=%s: overwritten, number %d", self._lease_key, self.num_repairs)
+        return ""
+
     async def _agree(self, contract: common_pb2.Contract) -> None:
         ours = contract.SerializeToString(deterministic=True)
         ttl_ms = _KEPT_LEASES * self._lease_ms
@@ -269,7 +312,15 @@ class Reporter:
             theirs = await self._redis.get(self._contract_key)
             if theirs is None:  # it ran out between the two
                 continue
-            differences = contract_differences(contract, common_pb2.Contract.FromString(_binary(theirs)))
+            known = _contract(theirs)
+            if known is None:
+                self.num_repairs += 1
+                logger.error(
+                    "redis held no contract under key=%s: removed, number %d", self._contract_key, self.num_repairs
+                )
+                await self._redis.delete(self._contract_key)
+                continue
+            differences = contract_differences(contract, known)
             if not differences:
                 return
             raise ContractMismatchError(
@@ -309,6 +360,10 @@ class Reporter:
         if not self._has_stream:
             pipe.pexpire(self._stream_key, _KEPT_LEASES * self._lease_ms)
         answers = await pipe.execute(raise_on_error=False)
+        if any("equal or smaller" in str(answer) for answer in answers) and await self._has_strange_entry(last_seq):
+            self._has_stream = False
+            self._needs_snapshot = True
+            return  # what waits is sent again
         for answer in answers:
             # A batch sent just before the connection broke is there already; the snapshot to come covers the rest.
             if isinstance(answer, Exception) and "equal or smaller" not in str(answer):
@@ -317,6 +372,16 @@ class Reporter:
             self._queue.popleft()
         self._has_stream = True
         self._num_since_snapshot += len(entries)
+
+    async def _has_strange_entry(self, last_seq: int) -> bool:
+        """Whether somebody else's entry stands in the stream, after all that we have: then the stream goes."""
+        newest: Any = await self._redis.xrevrange(self._stream_key, count=1)
+        if not newest or int(newest[0][0].split(b"-")[0]) <= last_seq:
+            return False
+        await self._redis.delete(self._stream_key)
+        self.num_repairs += 1
+        logger.error("redis held a strange entry in key=%s: removed, number %d", self._stream_key, self.num_repairs)
+        return True
 
     def _where(self) -> str:
         settings = self._redis.connection_pool.connection_kwargs
@@ -336,9 +401,13 @@ def contract_differences(ours: common_pb2.Contract, theirs: common_pb2.Contract)
     return differences
 
 
-def _generation(lease: bytes | str | None) -> str:
-    """Of a stored lease; sorts before every other where there is none."""
-    return common_pb2.ReplicaLease.FromString(_binary(lease)).generation if lease else ""
+def _contract(stored: bytes | str | None) -> common_pb2.Contract | None:
+    """A stored contract; None for what is none."""
+    try:
+        contract = common_pb2.Contract.FromString(_binary(stored)) if stored else None
+    except DecodeError:
+        return None
+    return contract if contract is not None and contract.model and contract.block_size else None
 
 
 def _binary(value: bytes | str) -> bytes:

@@ -226,7 +226,7 @@ async def test_one_corrupt_batch_between_two_good_ones_costs_itself_alone(redis_
         await until(lambda: one.mirror.applied_seq("w0") == 3)
         assert one.mirror.index.num_blocks("w0") == 2
         assert one.metrics.index_bad_events._value.get() == 1
-        assert one.metrics.index_gaps._value.get() == 0
+        assert one.metrics.index_gaps._value.get() == 1  # its numbers never came
 
 
 async def test_late_events_of_a_replica_that_left_bring_nothing_back(redis_url: str) -> None:
