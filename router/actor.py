@@ -10,6 +10,7 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
+import ray
 from ray.actor import exit_actor
 
 from common.logs import configure_logging
@@ -54,6 +55,7 @@ class RouterActor:
             "grpc": self._endpoints.grpc,
             "metrics": self._endpoints.metrics,
             "pid": os.getpid(),
+            "node": ray.get_runtime_context().get_node_id(),
             "not_ready": not_ready,
             # Without a worker no router can be ready, and none is better than another.
             "state": "READY" if not (not_ready and fleet.ready) else "STARTING",

@@ -43,6 +43,7 @@ MAX_STRIKES = 3
 STATUS_FILE, MEMORY_FILE = "status.json", "memory.json"
 _LONGEST_BACKOFF_S = 30.0
 _DRAIN_MARGIN_S = 15.0
+_UNKNOWN_DRAIN_S = 30.0  # of a part whose settings nobody knows any more
 _PREFIXES = {"router": "router-", "worker": "w"}
 
 
@@ -72,6 +73,7 @@ class Seen:
     exit_code: int = 0  # with which it then ended
     error: str = ""  # what is wrong with it now; empty: it is well
     answers: bool = False  # this very look had an answer from the part itself
+    is_leaving: bool = False  # its node is being shut down and waits for it to end
     is_restarting: bool = False  # its process is gone and its launcher starts it again
     is_dead: bool = False  # its launcher does not start it again
 
@@ -81,6 +83,10 @@ class Launcher(Protocol):
 
     def look(self, leases: Mapping[str, common_pb2.ReplicaLease]) -> list[Seen]:
         """Every part of this fleet that runs or has just ended, whoever started it; one just started at once."""
+        ...
+
+    def num_nodes(self, group: Group) -> int:
+        """Nodes that have what one of its parts takes, and that are not being shut down."""
         ...
 
     def start(self, group: Group, name: str, revision: str) -> None:
@@ -242,6 +248,8 @@ class Controller:
         """The groups, with the number of workers that the load asks for."""
         groups = []
         for group in desired.groups:
+            if group.each_node and self._launcher is not None:
+                group = replace(group, count=self._launcher.num_nodes(group))
             if group.role == "worker" and desired.autoscale is not None:
                 if self._autoscaler is None:
                     self._autoscaler = Autoscaler(group.count)
@@ -307,6 +315,9 @@ class Controller:
                 del self._records[seen.name]
         elif record.state == DRAINING:
             pass  # somebody else's drain has a deadline of its own, and ends when its worker does
+        elif seen.is_leaving:
+            log.info("node is shut down, its part drains part=%s", seen.name)
+            self._drain(launcher, record)
         elif health.observe(seen.error, now, self._timing.start_timeout_s):
             log.error("part is replaced part=%s error=%r", seen.name, seen.error)
             record.state = STARTING
@@ -338,6 +349,29 @@ class Controller:
 
     # What to do
 
+    def _drain(self, launcher: Launcher, record: _Record) -> None:
+        group = self._groups.get(record.seen.revision)
+        deadline_s = group.drain_s if group is not None else _UNKNOWN_DRAIN_S
+        record.drain_until_s = time.monotonic() + deadline_s + _DRAIN_MARGIN_S
+        launcher.drain(record.seen.name, deadline_s)
+
+    def _parts_of(self, launcher: Launcher, group: Group) -> list[Part]:
+        """The parts that a group's plan is made with: with one for each node, those of other nodes are not among them.
+
+        They serve until their nodes are shut down. What waits for a node of theirs when the last has gone is ended.
+        """
+        parts = self._parts(group.role)
+        if not group.each_node:
+            return parts
+        known = {revision: one for revision, one in self._groups.items() if one.placement != group.placement}
+        for part in [part for part in parts if part.revision in known]:
+            parts.remove(part)
+            if not self._records[part.name].seen.answers and not launcher.num_nodes(known[part.revision]):
+                log.info("no node is left for part=%s", part.name)
+                launcher.remove(part.name)
+                del self._records[part.name]
+        return parts
+
     def _parts(self, role: str) -> list[Part]:
         return [
             Part(
@@ -357,8 +391,9 @@ class Controller:
             memory = replace(memory, good="")
         self._groups[group.revision] = group
         suffix = self._desired.suffix if group.role == "worker" else ""
-        taken = {name.removesuffix(suffix) for name in leases} if group.role == "worker" else ()
-        parts = [replace(part, name=part.name.removesuffix(suffix)) for part in self._parts(group.role)]
+        names = {*leases, *self._records} if group.role == "worker" else self._records.keys()
+        taken = {name.removesuffix(suffix) for name in names}
+        parts = [replace(part, name=part.name.removesuffix(suffix)) for part in self._parts_of(launcher, group)]
         before = memory
         actions, memory = plan(
             group,
@@ -376,10 +411,8 @@ class Controller:
             name = action.name + suffix
             if isinstance(action, Drain):
                 record = self._records[name]
-                deadline_s = self._groups.get(record.seen.revision, group).drain_s
                 log.info("drain part=%s revision=%s", name, record.seen.revision)
-                record.drain_until_s = time.monotonic() + deadline_s + _DRAIN_MARGIN_S
-                launcher.drain(name, deadline_s)
+                self._drain(launcher, record)
             else:
                 log.info("start part=%s revision=%s", name, action.revision)
                 launcher.start(self._groups[action.revision], name, action.revision)

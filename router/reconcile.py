@@ -36,6 +36,7 @@ class Group:
 
     role: str  # router or worker
     count: int
+    each_node: bool = False  # the count is that of the nodes on which one can be placed
     settings: Mapping[str, Any] = field(default_factory=dict, repr=False)  # their flags
     placement: Mapping[str, Any] = field(default_factory=dict)  # what each takes of a machine
     rollout: Rollout = field(default_factory=Rollout)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import os
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial
@@ -79,10 +79,13 @@ class RayLauncher:
         self._fleet = desired.fleet
         self._kinds = kinds or {"router": (RouterActor, router_config), "worker": (WorkerActor, worker_config)}
         self._actors: dict[str, _Actor] = {}
+        self._nodes: list[dict[str, float]] = []  # what each has that stays
         self._health_calls = ThreadPoolExecutor(8, thread_name_prefix="health")
 
     def look(self, leases: Mapping[str, common_pb2.ReplicaLease]) -> list[Seen]:
         """Asks every actor of this fleet, and the server of each worker."""
+        leaving = _leaving_nodes()
+        self._nodes = [node["Resources"] for node in ray.nodes() if node["Alive"] and node["NodeID"] not in leaving]
         for full_name in ray.util.list_named_actors():
             fleet, _, rest = full_name.partition("/")
             if fleet == self._fleet and rest.count("/") == 2:
@@ -93,8 +96,13 @@ class RayLauncher:
         pings = {name: actor.handle.ping.remote() for name, actor in self._actors.items()}
         if pings:
             ray.wait(list(pings.values()), num_returns=len(pings), timeout=_PING_DEADLINE_S)
-        seen = [self._seen(name, self._actors[name], ping) for name, ping in pings.items()]
+        seen = [self._seen(name, self._actors[name], ping, leaving) for name, ping in pings.items()]
         return list(self._health_calls.map(self._with_health, seen))
+
+    def num_nodes(self, group: Group) -> int:
+        """Nodes with all resources of its placement, as of the last look."""
+        wanted = group.placement.get("resources", {})
+        return sum(all(node.get(name, 0) >= amount for name, amount in wanted.items()) for node in self._nodes)
 
     def start(self, group: Group, name: str, revision: str) -> None:
         """Ray places it where its resources are, workers spread over nodes; it waits where there are none."""
@@ -132,7 +140,7 @@ class RayLauncher:
         if (actor := self._actors.pop(name, None)) is not None:
             _kill(actor.handle, for_good=True)
 
-    def _seen(self, name: str, actor: _Actor, ping: Any) -> Seen:
+    def _seen(self, name: str, actor: _Actor, ping: Any, leaving: Collection[str]) -> Seen:
         seen = partial(Seen, role=actor.role, name=name, revision=actor.revision, address=actor.address)
         try:
             answer: dict[str, Any] = ray.get(ping, timeout=0)
@@ -161,6 +169,7 @@ class RayLauncher:
             fault=answer.get("fault", ""),
             exit_code=answer.get("exit_code", 0),
             answers=True,
+            is_leaving=answer.get("node") in leaving,
         )
 
     def _with_health(self, seen: Seen) -> Seen:
@@ -237,6 +246,13 @@ def actors_of(role: str) -> list[Any]:
             with contextlib.suppress(ValueError):  # it has ended meanwhile
                 found.append(ray.get_actor(name))
     return found
+
+
+def _leaving_nodes() -> Collection[str]:
+    """Ids of the nodes that have begun to shut down: `ray start` drains its node when it gets SIGTERM."""
+    client = ray._private.worker.global_worker.gcs_client  # Serve asks the same; Ray has no public call for it
+    nodes: Collection[str] = client.get_draining_nodes(timeout=_PING_DEADLINE_S)
+    return nodes
 
 
 def _kill(handle: Any, *, for_good: bool) -> None:

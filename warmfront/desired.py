@@ -27,6 +27,7 @@ from warmfront.run_dir import write_private
 from worker.config import WorkerConfig
 
 REDIS_ENV = ENV_PREFIX + "REDIS"
+EACH_NODE = "each-node"  # a count: one router on each node that has its resources
 DESIRED_FILE = "desired.yaml"  # in the run directory of an `up`
 _CONFIGS: dict[str, type[Any]] = {"router": RouterConfig, "worker": WorkerConfig}
 # What the file says once for all, or what each part is given by its controller.
@@ -107,9 +108,13 @@ def _group(content: Any, role: str, where: str, shared: Mapping[str, Any], redis
     except WrongUse as error:
         raise ValueError(f"{where}.settings: {error.message}") from None
     drain = settings.get("drain_deadline")
+    each_node = role == "router" and values[count] == EACH_NODE
+    if each_node and not values.get("resources"):
+        raise ValueError(f"{where}.resources: is missing; {EACH_NODE} counts the nodes that have them")
     return Group(
         role=role,
-        count=_integer(values[count], f"{where}.{count}", 0),
+        count=0 if each_node else _integer(values[count], f"{where}.{count}", 0),
+        each_node=each_node,
         settings={**settings, **shared},
         placement=_placement(values, where),
         rollout=_rollout(values.get("rollout") or {}, f"{where}.rollout", surge=0 if role == "router" else 1),

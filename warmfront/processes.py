@@ -113,6 +113,10 @@ class ChildProcesses:
         """Every child; workers by their leases and the health of their servers."""
         return [self._seen(child, leases.get(child.name)) for child in list(self._children.values())]
 
+    def num_nodes(self, group: Group) -> int:
+        """This machine."""
+        return 1
+
     def start(self, group: Group, name: str, revision: str) -> None:
         """A process of the command line's ``router`` or ``worker``, with a file of flags."""
         flags = {**group.settings, **own_ports(name, group.settings)}

@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+import ray
 from ray.actor import exit_actor
 
 from common.logs import configure_logging
@@ -57,6 +58,7 @@ class WorkerActor:
         return {
             "address": replica.address,
             "pid": os.getpid(),
+            "node": ray.get_runtime_context().get_node_id(),
             "state": replica.state_name,
             "generation": replica.generation,
             "fault": replica.fault,

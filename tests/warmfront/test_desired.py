@@ -140,3 +140,12 @@ def test_the_controller_refuses_a_bad_file_and_a_cluster_that_is_not_there(cli: 
     assert (refused.exit_code, "HOST:PORT" in refused.err) == (2, True)
     refused = cli("controller", "--desired", str(path), "--ray-address", "local", "--state-dir", "/proc/x")
     assert (refused.exit_code, "--state-dir" in refused.err) == (2, True)
+
+
+def test_routers_may_be_counted_by_their_nodes() -> None:
+    routers = parse(content(routers={"count": "each-node", "resources": {"warmfront_router": 1}})).groups[0]
+    assert (routers.each_node, routers.count) == (True, 0)
+    with pytest.raises(ValueError, match=r"routers\.resources: is missing"):
+        parse(content(routers={"count": "each-node"}))
+    with pytest.raises(ValueError, match=r"workers\.replicas"):
+        parse(content(workers={"replicas": "each-node", "resources": {"x": 1}}))
