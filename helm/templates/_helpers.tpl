@@ -109,22 +109,60 @@ annotations:
 {{- end }}
 {{- end -}}
 
-{{/* Arguments that both sides get, word for word the same. */}}
-{{- define "warmfront.sharedArgs" -}}
+{{/* The same map as lines of a file: whole numbers keep their digits. */}}
+{{- define "warmfront.settings" -}}
+{{- range $name, $value := . }}
+{{- if kindIs "bool" $value }}
+{{ $name }}: {{ $value }}
+{{- else if not (kindIs "invalid" $value) }}
+{{ $name }}: {{ include "warmfront.scalar" $value | quote }}
+{{- end }}
+{{- end }}
+{{- end -}}
+
+{{/* Settings that both sides get, word for word the same, by the names of the program's flags. */}}
+{{- define "warmfront.sharedSettings" -}}
+prefix-caching-hash-algo: {{ .Values.cache.hashAlgorithm }}
+block-size: {{ .Values.cache.blockSize | int }}
+{{- if hasPrefix "xxhash" .Values.cache.hashAlgorithm }}
+prefix-caching-hash-seed-file: {{ .Values.secretsPath }}/hash-seed
+{{- end }}
+listen: {{ .Values.listenAddress | quote }}
+{{- end -}}
+
+{{- define "warmfront.routerSettings" -}}
+{{- $config := .Values.router -}}
+{{- include "warmfront.sharedSettings" . }}
+{{- include "warmfront.tlsSettings" (dict "root" . "component" "router") }}
+http-port: {{ int $config.ports.http }}
+grpc-port: {{ int $config.ports.grpc }}
+metrics-port: {{ int $config.ports.metrics }}
+drain-deadline: {{ int $config.drainDeadlineSeconds }}s
+{{- if $config.trustTenantHeader }}
+trust-tenant-header: true
+{{- end }}
+{{- end -}}
+
+{{- define "warmfront.workerSettings" -}}
+{{- $config := .Values.worker -}}
+{{- include "warmfront.sharedSettings" . }}
+{{- include "warmfront.tlsSettings" (dict "root" . "component" "worker") }}
+metrics-port: {{ int $config.ports.metrics }}
+drain-deadline: {{ int $config.drainDeadlineSeconds }}s
+{{- with .Values.model.path }}
+model: {{ . | quote }}
+{{- end }}
+{{- with .Values.model.servedName }}
+served-model-name: {{ . | quote }}
+{{- end }}
+{{- end -}}
+
+{{/* The first arguments of every router and worker. */}}
+{{- define "warmfront.commonArgs" -}}
 - --fleet
 - {{ include "warmfront.fleet" . | quote }}
-- --prefix-caching-hash-algo
-- {{ .Values.cache.hashAlgorithm }}
-- --block-size
-- {{ .Values.cache.blockSize | int | quote }}
-{{- if hasPrefix "xxhash" .Values.cache.hashAlgorithm }}
-- --prefix-caching-hash-seed-file
-- {{ .Values.secretsPath }}/hash-seed
-{{- end }}
 - --worker-token-file
 - {{ .Values.secretsPath }}/worker-token
-- --listen
-- {{ .Values.listenAddress | quote }}
 {{- end -}}
 
 {{/* Whether a Redis of the user's is given ("true") or the bundled one runs (""). */}}
@@ -165,12 +203,14 @@ annotations:
 {{- end }}
 {{- end -}}
 
-{{/* Environment of a router or worker. Takes {root, component, config}. */}}
+{{/* Environment of a router or worker. Takes {root, component, config, onRay}. */}}
 {{- define "warmfront.env" -}}
 - name: POD_IP
   valueFrom: {fieldRef: {fieldPath: status.podIP}}
+{{- if not .onRay }}
 - name: {{ ternary "WARMFRONT_ROUTER_ID" "WARMFRONT_REPLICA_ID" (eq .component "router") }}
   valueFrom: {fieldRef: {fieldPath: metadata.name}}
+{{- end }}
 {{- include "warmfront.redisEnv" .root }}
 {{- with .config.extraEnv }}
 {{ toYaml . }}
@@ -186,6 +226,11 @@ annotations:
       - secret:
           name: {{ .root.Values.workerToken.existingSecret | default (include "warmfront.fullname" .root) }}
           items: [{key: {{ .root.Values.workerToken.key | quote }}, path: worker-token}]
+      {{- if include "warmfront.ray" .root }}
+      - secret:
+          name: {{ .root.Values.ray.token.existingSecret | default (include "warmfront.fullname" .root) }}
+          items: [{key: {{ .root.Values.ray.token.key | quote }}, path: ray-token}]
+      {{- end }}
       {{- if hasPrefix "xxhash" .root.Values.cache.hashAlgorithm }}
       - secret:
           name: {{ .root.Values.cache.hashSeed.existingSecret | default (include "warmfront.fullname" .root) }}

@@ -13,42 +13,32 @@
 {{- ternary "https" "http" .Values.tls.public.enabled -}}
 {{- end -}}
 
-{{/* Arguments of one component, and plain text only where there is no TLS. Takes {root, component}. */}}
-{{- define "warmfront.tlsArgs" -}}
+{{/* Settings of one component, and plain text only where there is no TLS. Takes {root, component}. */}}
+{{- define "warmfront.tlsSettings" -}}
 {{- $tls := .root.Values.tls -}}
 {{- $path := .root.Values.secretsPath -}}
 {{- if eq .component "router" }}
 {{- if $tls.public.enabled }}
-- --tls-cert
-- {{ $path }}/public.crt
-- --tls-key
-- {{ $path }}/public.key
+tls-cert: {{ $path }}/public.crt
+tls-key: {{ $path }}/public.key
 {{- if $tls.public.clientCaSecret }}
-- --tls-client-ca
-- {{ $path }}/clients-ca.crt
+tls-client-ca: {{ $path }}/clients-ca.crt
 {{- end }}
 {{- else }}
-- --insecure-listen
+insecure-listen: true
 {{- end }}
 {{- if $tls.workers.enabled }}
-- --worker-ca
-- {{ $path }}/workers-ca.crt
-- --worker-client-cert
-- {{ $path }}/router.crt
-- --worker-client-key
-- {{ $path }}/router.key
-- --worker-server-name
-- {{ include "warmfront.workerServerName" .root | quote }}
+worker-ca: {{ $path }}/workers-ca.crt
+worker-client-cert: {{ $path }}/router.crt
+worker-client-key: {{ $path }}/router.key
+worker-server-name: {{ include "warmfront.workerServerName" .root | quote }}
 {{- end }}
 {{- else if $tls.workers.enabled }}
-- --tls-cert
-- {{ $path }}/worker.crt
-- --tls-key
-- {{ $path }}/worker.key
-- --tls-client-ca
-- {{ $path }}/routers-ca.crt
+tls-cert: {{ $path }}/worker.crt
+tls-key: {{ $path }}/worker.key
+tls-client-ca: {{ $path }}/routers-ca.crt
 {{- else }}
-- --insecure-listen
+insecure-listen: true
 {{- end }}
 {{- end -}}
 
@@ -81,7 +71,7 @@
     name: {{ $worker | quote }}
     items: [{key: ca.crt, path: workers-ca.crt}]
 {{- end }}
-{{- else if $tls.workers.enabled }}
+{{- else if and $tls.workers.enabled (eq .component "worker") }}
 - secret:
     name: {{ $worker | quote }}
     items: [{key: tls.crt, path: worker.crt}, {key: tls.key, path: worker.key}]

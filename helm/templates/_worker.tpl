@@ -4,6 +4,8 @@
 {{- $part := dict "root" . "component" "worker" "config" $config }}
 {{- $variant := ternary "cuda" "cpu" (gt (int $config.gpu.count) 0) }}
 {{- $volume := .Values.model.volume }}
+{{- $onRay := include "warmfront.rayWorkers" . }}
+{{- $nodeManager := int .Values.ray.ports.nodeManager }}
 {{- /* A kubelet's gRPC probe knows no TLS: the metrics port answers in plain HTTP. */}}
 {{- $ready := printf "grpc: {port: %d}" (int $config.ports.grpc) }}
 {{- $alive := $ready }}
@@ -20,38 +22,46 @@ spec:
     - name: worker
       image: {{ include "warmfront.image" (dict "image" $config.image "tag" (printf "%s-%s" .Chart.AppVersion $variant)) }}
       imagePullPolicy: {{ $config.image.pullPolicy }}
+      {{- if $onRay }}
+      command: [ray, start] # a node on which the controller places workers
+      args:
+        {{- include "warmfront.rayArgs" (dict "root" . "resource" (include "warmfront.rayResource" $part) "gpus" (int $config.gpu.count)) | nindent 8 }}
+      {{- else }}
       command: [warmfront, worker]
       args:
-        {{- include "warmfront.sharedArgs" . | nindent 8 }}
-        {{- include "warmfront.tlsArgs" $part | trim | nindent 8 }}
+        {{- include "warmfront.commonArgs" . | nindent 8 }}
         - --port
         - {{ int $config.ports.grpc | quote }}
         - --advertise
         - $(POD_IP)
-        - --metrics-port
-        - {{ int $config.ports.metrics | quote }}
-        - --drain-deadline
-        - {{ int $config.drainDeadlineSeconds }}s
-        {{- with .Values.model.path }}
-        - --model
-        - {{ . | quote }}
-        {{- end }}
-        {{- with .Values.model.servedName }}
-        - --served-model-name
-        - {{ . | quote }}
-        {{- end }}
-        {{- with include "warmfront.flags" $config.flags }}
+        {{- include "warmfront.flags" (include "warmfront.workerSettings" . | fromYaml) | trim | nindent 8 }}
+        {{- with include "warmfront.flags" $config.flags | trim }}
         {{- . | nindent 8 }}
         {{- end }}
         {{- with $config.extraArgs }}
         {{- toYaml . | nindent 8 }}
         {{- end }}
+      {{- end }}
       env:
-        {{- include "warmfront.env" $part | nindent 8 }}
+        {{- include "warmfront.env" (merge (dict "onRay" $onRay) $part) | nindent 8 }}
+        {{- if $onRay }}
+        {{- include "warmfront.rayEnv" (dict "root" . "drainSeconds" (add $config.drainDeadlineSeconds 15)) | nindent 8 }}
+        {{- end }}
       {{- with $config.extraEnvFrom }}
       envFrom:
         {{- toYaml . | nindent 8 }}
       {{- end }}
+      {{- if $onRay }}
+      ports:
+        {{- range $number := until (int (add $config.replicas $config.ray.surge)) }}
+        - {name: metrics-{{ $number }}, containerPort: {{ add $config.ports.metrics $number }}}
+        {{- end }}
+      {{- include "warmfront.rayProbes" $nodeManager | nindent 6 }}
+      readinessProbe:
+        grpc: {port: {{ $nodeManager }}}
+        periodSeconds: 2
+        timeoutSeconds: 2
+      {{- else }}
       ports:
         - {name: grpc, containerPort: {{ int $config.ports.grpc }}}
         - {name: metrics, containerPort: {{ int $config.ports.metrics }}}
@@ -70,6 +80,7 @@ spec:
       readinessProbe:
         {{- $ready | nindent 8 }}
         {{- toYaml $config.readinessProbe | nindent 8 }}
+      {{- end }}
       {{- with $config.lifecycle }}
       lifecycle:
         {{- toYaml . | nindent 8 }}

@@ -28,6 +28,7 @@ class Kubelet:
         """``secrets`` are those that exist beside the release."""
         self._folder = folder
         self._services = {item["metadata"]["name"] for item in objects if item["kind"] == "Service"}
+        self._files = {item["metadata"]["name"]: item["data"] for item in objects if item["kind"] == "ConfigMap"}
         self._secrets: dict[str, Mapping[str, bytes]] = {
             item["metadata"]["name"]: {key: base64.b64decode(value) for key, value in item["data"].items()}
             for item in objects
@@ -35,9 +36,11 @@ class Kubelet:
         } | dict(secrets or {})
 
     @contextlib.contextmanager
-    def run(self, pod: str, spec: Mapping[str, Any], *more: str) -> Iterator[subprocess.Popen[bytes]]:
-        """The pod's first container, with ``more`` arguments; killed at the end if it still runs."""
-        process = self.start(pod, spec, *more)
+    def run(
+        self, pod: str, spec: Mapping[str, Any], *more: str, container: int = 0
+    ) -> Iterator[subprocess.Popen[bytes]]:
+        """One container of the pod, with ``more`` arguments; killed at the end if it still runs."""
+        process = self.start(pod, spec, *more, container=container)
         try:
             yield process
         finally:
@@ -45,28 +48,28 @@ class Kubelet:
                 process.kill()
             process.wait()
 
-    def start(self, pod: str, spec: Mapping[str, Any], *more: str) -> subprocess.Popen[bytes]:
-        """As ``run``, for a caller who waits for its end. The log is ``log(pod)``."""
-        words, env = self.command(pod, spec)
+    def start(self, pod: str, spec: Mapping[str, Any], *more: str, container: int = 0) -> subprocess.Popen[bytes]:
+        """As ``run``, for a caller who waits for its end. The log is ``log(pod, container)``."""
+        words, env = self.command(pod, spec, container)
         env |= {"PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
         env |= {"PYTHONPATH": f"{ROOT}:{ROOT / 'proto'}", "HOME": str(self._folder)}
         if words[0] == "valkey-server":
             words[0] = str(get_binary_path())
-        with self.log(pod).open("wb") as log:
+        with self.log(pod, container).open("ab") as log:
             return subprocess.Popen(
                 [*words, *more], stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT, env=env, cwd=ROOT
             )
 
-    def command(self, pod: str, spec: Mapping[str, Any]) -> tuple[list[str], dict[str, str]]:
-        """What the first container runs, and the environment that the pod gives it; its volumes are made."""
-        container = spec["containers"][0]
-        folders = self._mount(pod, spec, container)
-        env = self._environment(pod, container, folders)
-        words = container.get("command", []) + container["args"]
+    def command(self, pod: str, spec: Mapping[str, Any], container: int = 0) -> tuple[list[str], dict[str, str]]:
+        """What a container runs, and the environment that the pod gives it; its volumes are made."""
+        wanted = spec["containers"][container]
+        folders = self._mount(pod, spec, wanted)
+        env = self._environment(pod, wanted, folders)
+        words = wanted.get("command", []) + wanted["args"]
         return [self._local(_expand(word, env), folders) for word in words], env
 
-    def log(self, pod: str) -> Path:
-        return self._folder / f"{pod}.log"
+    def log(self, pod: str, container: int = 0) -> Path:
+        return self._folder / (f"{pod}.{container}.log" if container else f"{pod}.log")
 
     def _environment(self, pod: str, container: Mapping[str, Any], folders: Mapping[str, str]) -> dict[str, str]:
         env: dict[str, str] = {}
@@ -86,9 +89,16 @@ class Kubelet:
         folders = {}
         for mount in container.get("volumeMounts", []):
             folder = self._folder / pod / mount["name"]
-            folder.mkdir(parents=True)
+            if Path(mount["mountPath"]).is_relative_to(self._folder):  # a path that files name is one of this machine
+                folder = Path(mount["mountPath"])
+            folder.mkdir(parents=True, exist_ok=True)  # containers of a pod share it
             folders[mount["mountPath"]] = str(folder)
-            for source in volumes[mount["name"]].get("projected", {}).get("sources", []):
+            volume = volumes.get(mount["name"], {})
+            for item in volume.get("configMap", {}).get("items", []):
+                text = self._files[volume["configMap"]["name"]][item["key"]]
+                (folder / item["path"]).parent.mkdir(exist_ok=True)
+                (folder / item["path"]).write_text(text, encoding="utf-8")
+            for source in volume.get("projected", {}).get("sources", []):
                 secret = self._secrets.get(source["secret"]["name"], {})
                 for item in source["secret"]["items"]:
                     if item["key"] in secret or not source["secret"].get("optional"):  # else the pod would not start
@@ -96,9 +106,10 @@ class Kubelet:
         return folders
 
     def _local(self, word: str, folders: Mapping[str, str]) -> str:
+        flag, equals, value = word.partition("=") if word.startswith("--") else ("", "", word)
         for path, folder in folders.items():
-            if word == path or word.startswith(f"{path}/"):
-                return folder + word.removeprefix(path)
+            if value == path or value.startswith(f"{path}/"):
+                return flag + equals + folder + value.removeprefix(path)
         for name in self._services:
             word = re.sub(rf"\b{name}(?=[:.])", POD_IP, word)
         return word

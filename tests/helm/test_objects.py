@@ -13,7 +13,7 @@ import kubernetes_validate
 import pytest
 import yaml
 
-from tests.helm.tools import CHART, SCENARIOS, Helm, Objects, helm_3, helm_4, one
+from tests.helm.tools import CHART, SCENARIOS, Helm, Objects, helm_3, helm_4, one, pod_templates
 
 GOLDEN = Path(__file__).resolve().parents[1] / "golden" / "helm"
 BY_HAND = {"HTTPRoute", "GRPCRoute", "Certificate"}  # no schema at hand: compared with golden files instead
@@ -78,20 +78,11 @@ def test_certificates_are_those_written_by_hand(helm: Helm) -> None:
         assert {key: certificate[key] for key in golden} == golden
 
 
-def test_selectors_never_change(defaults: Objects) -> None:
-    found = {}
-    for item in defaults:
-        selector = item.get("spec", {}).get("selector")
-        if item["kind"] in ("Deployment", "Service"):
-            found[f"{item['kind']}/{item['metadata']['name']}"] = selector.get("matchLabels", selector)
-    assert found == yaml.safe_load((GOLDEN / "selectors.yaml").read_text(encoding="utf-8"))
-
-
 def test_selectors_meet_pods(scenarios: dict[str, Objects]) -> None:
     for objects in scenarios.values():
-        pods = [item["spec"]["template"]["metadata"]["labels"] for item in objects if item["kind"] == "Deployment"]
+        pods = [made["metadata"]["labels"] for name, made in pod_templates(objects) if not name.endswith("-test")]
         for item in objects:
-            if item["kind"] in ("Service", "PodDisruptionBudget", "Deployment"):
+            if item["kind"] in ("Service", "PodDisruptionBudget", "Deployment", "StatefulSet"):
                 selector = item["spec"]["selector"]
                 wanted = selector.get("matchLabels", selector).items()
                 assert sum(wanted <= labels.items() for labels in pods) == 1, item["metadata"]["name"]

@@ -12,14 +12,17 @@ from typing import Any
 import grpc
 import httpx
 import pytest
+import yaml
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from router.config import RouterConfig
 from tests.fakes.authority import Authority
+from tests.helm import tools
 from tests.helm.kubelet import POD_IP, Kubelet
 from tests.helm.tools import Helm, Objects, one
 from tests.integration.cluster import free_port, wait_until
 from warmfront import parts
+from warmfront.desired import parse
 from warmfront.options import fill
 from worker.config import WorkerConfig
 
@@ -28,7 +31,7 @@ PORTS = ("router.ports.http", "router.ports.grpc", "router.ports.metrics", "work
 
 
 def pod(objects: Objects, component: str) -> dict[str, Any]:
-    spec: dict[str, Any] = one(objects, "Deployment", f"-{component}")["spec"]["template"]["spec"]
+    spec: dict[str, Any] = tools.pod(objects, component)["spec"]
     return spec
 
 
@@ -63,7 +66,7 @@ def kubelet(release: Objects, tmp_path_factory: pytest.TempPathFactory) -> Kubel
 
 
 EXISTING = {
-    "warmfront-secrets": {"worker-token": b"a token of 16 b.", "hash-seed": b"a seed"},
+    "warmfront-secrets": {"worker-token": b"a token of 16 b.", "hash-seed": b"a seed", "ray-token": b"a token"},
     "public-tls": {"tls.crt": b"", "tls.key": b""},
     "clients-ca": {"ca.crt": b""},
     "wf-warmfront-worker-tls": {"tls.crt": b"", "tls.key": b"", "ca.crt": b""},
@@ -79,6 +82,8 @@ def test_the_program_takes_what_every_scenario_gives_it(
     for name, objects in scenarios.items():
         kubelet = Kubelet(objects, tmp_path / name, EXISTING)
         words, env = kubelet.command(f"{component}-0", pod(objects, component))
+        if words[0] == "ray":
+            continue
         with monkeypatch.context() as patch:
             for variable, value in env.items():
                 patch.setenv(variable, value)
@@ -90,6 +95,21 @@ def test_the_program_takes_what_every_scenario_gives_it(
         assert words[:2] == ["warmfront", component]
         assert config.worker_token
         assert config.redis_url.startswith(("redis://", "rediss://"))
+
+
+@pytest.mark.parametrize("name", ["ray", "ray-workers", "kuberay"])
+def test_the_controller_takes_the_desired_state_of_every_scenario(
+    scenarios: dict[str, Objects], name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("WARMFRONT_REDIS", "redis://r:6379/0")
+    text = one(scenarios[name], "ConfigMap", "-desired")["data"]["desired.yaml"]
+    (tmp_path / "hash-seed").write_text("a seed")  # the head's pod has it
+    text = text.replace("/run/secrets/warmfront", str(tmp_path))
+    groups = {group.role: group for group in parse(yaml.safe_load(text)).groups}
+    assert groups["router"].each_node
+    if "worker" in groups:
+        assert groups["worker"].rollout.surge == (name == "ray-workers")
+    assert ("worker" in groups) is (name != "ray")
 
 
 Running = dict[str, subprocess.Popen[bytes]]

@@ -13,7 +13,21 @@ import click
 import pytest
 import yaml
 
-from tests.helm.tools import CHART, ROOT, SCENARIOS, Helm, Objects, flag_values, helm_3, helm_4, one, pod_specs
+from tests.helm.tools import (
+    CHART,
+    ROOT,
+    SCENARIOS,
+    Helm,
+    Objects,
+    desired,
+    helm_3,
+    helm_4,
+    one,
+    pod,
+    pod_specs,
+    pod_templates,
+    settings,
+)
 from warmfront.options import flags_of
 
 SCHEMA: dict[str, Any] = json.loads((CHART / "values.schema.json").read_text(encoding="utf-8"))
@@ -29,18 +43,13 @@ SHARED = (
 
 
 def container(objects: Objects, component: str) -> dict[str, Any]:
-    spec = one(objects, "Deployment", f"-{component}")["spec"]["template"]["spec"]
-    found: dict[str, Any] = spec["containers"][0]
+    found: dict[str, Any] = pod(objects, component)["spec"]["containers"][0]
     return found
-
-
-def flags(objects: Objects, component: str) -> dict[str, str]:
-    return flag_values(container(objects, component)["args"])
 
 
 def fleet(helm: Helm, *args: str, **more: str) -> str:
     objects = helm.template(*args, **more)
-    router, worker = flags(objects, "router")["--fleet"], flags(objects, "worker")["--fleet"]
+    router, worker = settings(objects, "router")["--fleet"], settings(objects, "worker")["--fleet"]
     assert router == worker
     return router
 
@@ -50,7 +59,7 @@ def fleet(helm: Helm, *args: str, **more: str) -> str:
 
 def test_both_sides_get_the_same_contract(scenarios: dict[str, Objects]) -> None:
     for objects in scenarios.values():
-        router, worker = flags(objects, "router"), flags(objects, "worker")
+        router, worker = settings(objects, "router"), settings(objects, "worker")
         assert {flag: router.get(flag) for flag in SHARED} == {flag: worker.get(flag) for flag in SHARED}
         redis = [
             [item for item in container(objects, side)["env"] if item["name"] == "WARMFRONT_REDIS"]
@@ -100,7 +109,7 @@ def test_what_the_chart_sets_itself_is_none_of_the_user_s_flags(scenarios: dict[
     everything = {flag.name for flag in flags_of(component)}
     assert set(mine) | SYNC["OWNED"][component] == everything
     for args in ([], ["--set", "model.path=/m,model.servedName=m"], ["--set", "router.trustTenantHeader=true"]):
-        rendered = {flag.removeprefix("--") for flag in flags(helm_4().template(*args), component)}
+        rendered = {flag.removeprefix("--") for flag in settings(helm_4().template(*args), component)}
         assert rendered <= SYNC["OWNED"][component]
 
 
@@ -121,7 +130,7 @@ def test_false_is_spelled_as_the_program_knows_it(helm: Helm) -> None:
 
 
 def test_numbers_keep_their_digits(helm: Helm) -> None:
-    got = flags(
+    got = settings(
         helm.template("--set", "worker.flags.cpu-kv-bytes=34359738368,worker.flags.gpu-memory-utilization=0.92"),
         "worker",
     )
@@ -132,9 +141,20 @@ def test_numbers_keep_their_digits(helm: Helm) -> None:
 # Refusals name the value
 
 
+RAY_WORKERS = ["ray.mode=static", "worker.placement=ray"]
 REFUSED: list[tuple[str, list[str]]] = [
-    ("ray.mode", ["ray.mode=static"]),
-    ("ray.mode", ["ray.mode=kuberay"]),
+    ("ray.mode", ["ray.mode=serve"]),
+    ("worker.placement", ["worker.placement=ray"]),
+    ("worker.keda.enabled", [*RAY_WORKERS, "worker.keda.enabled=true", "worker.keda.serverAddress=http://p"]),
+    ("worker.replicas", [*RAY_WORKERS, "worker.replicas=3"]),
+    ("worker.ray.surge", [*RAY_WORKERS, "worker.ray.surge=1"]),
+    ("worker.extraArgs", [*RAY_WORKERS, "worker.extraArgs={--log-json}"]),
+    ("router.extraArgs", ["ray.mode=static", "router.extraArgs={--log-json}"]),
+    ("router.autoscaling.enabled", ["ray.mode=kuberay", "router.autoscaling.enabled=true"]),
+    ("router.podDisruptionBudget", ["ray.mode=kuberay", "router.podDisruptionBudget.maxUnavailable=50%"]),
+    ("ray.ports.gcs", ["ray.mode=static", "ray.ports.gcs=8000"]),
+    ("ray.ports.others", ["ray.mode=static", "ray.ports.others=7998"]),
+    ("ray.ports.workers", ["ray.mode=static", "ray.ports.workers=50000"]),
     ("redis.external", ["redis.external.url=redis+sentinel://s:26379/0"]),
     ("redis.external", ["redis.external.url=redis+cluster://s:6379"]),
     ("redis.external.url", ["redis.external.url=redis://:secret@s:6379/0"]),
@@ -178,7 +198,7 @@ REFUSED: list[tuple[str, list[str]]] = [
 ]
 
 
-def settings(args: list[str]) -> list[str]:
+def set_all(args: list[str]) -> list[str]:
     return [item for arg in args for item in ("--set", arg)]
 
 
@@ -189,14 +209,14 @@ def named(name: str, said: str) -> bool:
 
 @pytest.mark.parametrize(("name", "args"), REFUSED, ids=[",".join(args) for _, args in REFUSED])
 def test_a_wrong_value_is_refused_by_name(helm: Helm, name: str, args: list[str]) -> None:
-    said = helm.refusal(*settings(args))
+    said = helm.refusal(*set_all(args))
     assert named(name, said), said
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("name", "args"), REFUSED, ids=[",".join(args) for _, args in REFUSED])
 def test_helm_3_refuses_it_too(name: str, args: list[str]) -> None:
-    said = helm_3().refusal(*settings(args))
+    said = helm_3().refusal(*set_all(args))
     assert named(name, said), said
 
 
@@ -220,6 +240,7 @@ def test_only_kubernetes_own_objects_are_open_in_the_schema() -> None:
         "global",
         "lifecycle",
         "podSecurityContext",
+        "controllerResources",
         "resources",
         "securityContext",
         "source",
@@ -263,10 +284,12 @@ def test_every_pod_runs_as_nobody_without_privilege(scenarios: dict[str, Objects
             assert spec["securityContext"]["runAsNonRoot"] is True, name
             assert spec["securityContext"]["runAsUser"] > 0, name
             assert spec["securityContext"]["seccompProfile"] == {"type": "RuntimeDefault"}, name
-            context = spec["containers"][0]["securityContext"]
-            assert context["readOnlyRootFilesystem"] is True, name
-            assert context["allowPrivilegeEscalation"] is False, name
-            assert context["capabilities"] == {"drop": ["ALL"]}, name
+            for container in spec["containers"]:
+                if container["name"] != "side":  # the user's
+                    context = container["securityContext"]
+                    assert context["readOnlyRootFilesystem"] is True, name
+                    assert context["allowPrivilegeEscalation"] is False, name
+                    assert context["capabilities"] == {"drop": ["ALL"]}, name
 
 
 def test_no_service_s_address_becomes_a_setting(scenarios: dict[str, Objects]) -> None:
@@ -292,17 +315,25 @@ def test_the_chart_asks_for_no_role(scenarios: dict[str, Objects]) -> None:
     assert not [kind for kind in kinds if "Role" in kind]
 
 
-def test_every_port_that_listens_has_a_policy_by_default(defaults: Objects) -> None:
-    policies = [item["spec"] for item in defaults if item["kind"] == "NetworkPolicy"]
-    for item in defaults:
-        if item["kind"] != "Deployment":
-            continue
-        labels = item["spec"]["template"]["metadata"]["labels"].items()
-        mine = [spec for spec in policies if spec["podSelector"]["matchLabels"].items() <= labels]
-        assert len(mine) == 1, item["metadata"]["name"]
-        allowed = {port["port"] for rule in mine[0]["ingress"] for port in rule["ports"]}
-        assert allowed == {port["name"] for port in item["spec"]["template"]["spec"]["containers"][0]["ports"]}
-        assert all(rule["from"] for rule in mine[0]["ingress"])
+def test_every_port_that_listens_has_a_policy_by_default(scenarios: dict[str, Objects]) -> None:
+    for objects in (scenarios["defaults"], scenarios["ray"], scenarios["kuberay"]):
+        policies = [item["spec"] for item in objects if item["kind"] == "NetworkPolicy"]
+        for name, template in pod_templates(objects):
+            if name.endswith("-test"):
+                continue
+            labels = template["metadata"]["labels"].items()
+            (mine,) = [spec for spec in policies if spec["podSelector"]["matchLabels"].items() <= labels]
+            assert all(rule["from"] for rule in mine["ingress"])
+            to_all = [rule for rule in mine["ingress"] if "ports" not in rule]
+            allowed = {port["port"] for rule in mine["ingress"] for port in rule.get("ports", [])}
+            container = template["spec"]["containers"][0]
+            if container["command"] == ["ray", "start"]:
+                (peers,) = [peer["podSelector"] for rule in to_all for peer in rule["from"]]
+                assert peers["matchLabels"]["app.kubernetes.io/instance"] == "wf"
+                assert set(peers["matchExpressions"][0]["values"]) <= {"head", "router", "worker"}
+            else:
+                assert not to_all
+                assert allowed == {port["name"] for port in container["ports"]}
 
 
 def test_workers_take_calls_from_their_own_routers_alone(defaults: Objects) -> None:
@@ -341,14 +372,78 @@ def test_no_secret_stands_in_arguments_or_plain_environment(scenarios: dict[str,
         assert not [value for value in secrets if value in rest]
 
 
+# On Ray
+
+
+ON_RAY = ("ray", "ray-workers", "kuberay")
+
+
+def test_each_router_node_has_the_resource_of_one_router(scenarios: dict[str, Objects]) -> None:
+    for objects in (scenarios[name] for name in ON_RAY):
+        args = container(objects, "router")["args"]
+        (resources,) = [json.loads(arg.partition("=")[2]) for arg in args if arg.startswith("--resources=")]
+        assert desired(objects)["routers"]["resources"] == resources
+
+
+def test_what_pods_and_desired_state_agree_on_is_in_the_resource_s_name(helm: Helm) -> None:
+    names = set()
+    for change in ("cache.blockSize=16", "router.ports.http=8080", "listenAddress=::", "cache.blockSize=32"):
+        names |= set(desired(helm.template("--set", f"ray.mode=static,{change}"))["routers"]["resources"])
+    assert len(names) == 4
+    for change in ("router.flags.policy=random", "router.image.tag=v2", "router.replicas=3"):
+        names |= set(desired(helm.template("--set", f"ray.mode=static,{change}"))["routers"]["resources"])
+    assert len(names) == 4
+
+
+def test_ray_uses_no_port_of_ours_and_takes_calls_with_a_token_alone(scenarios: dict[str, Objects]) -> None:
+    for objects in (scenarios[name] for name in ON_RAY):
+        for name in ("head", "router"):
+            spec = pod(objects, name)["spec"]
+            args = [arg.partition("=") for arg in spec["containers"][0]["args"]]
+            ports = [int(value) for flag, _, value in args if flag.endswith("-port") or flag == "--port"]
+            assert len(set(ports)) == len(ports) == (8 if name == "router" else 10)
+            assert not set(ports) & {item["containerPort"] for item in spec["containers"][0]["ports"]} - {6379}
+            for item in spec["containers"]:
+                env = {entry["name"]: entry.get("value") for entry in item["env"]}
+                assert env["RAY_AUTH_MODE"] == "token"
+                assert env["RAY_AUTH_TOKEN_PATH"].startswith(item["volumeMounts"][0]["mountPath"])
+
+
+def test_a_node_of_ray_drains_within_its_grace(scenarios: dict[str, Objects]) -> None:
+    for objects in (scenarios[name] for name in ON_RAY):
+        for component in ("router", "worker"):
+            spec = pod(objects, component)["spec"]
+            env = {item["name"]: item.get("value") for item in spec["containers"][0]["env"]}
+            if drain := env.get("RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S"):
+                own = int(settings(objects, component)["--drain-deadline"].removesuffix("s"))
+                hook = VALUES["router"]["preStopSeconds"] if component == "router" else 0
+                assert own < int(drain) < spec["terminationGracePeriodSeconds"] - hook
+
+
+def test_workers_on_ray_have_a_gpu_each_and_room_to_roll(scenarios: dict[str, Objects]) -> None:
+    objects = scenarios["ray-workers"]
+    workers = desired(objects)["workers"]
+    nodes = one(objects, "Deployment", "-worker")["spec"]["replicas"]
+    gpus = container(objects, "worker")["resources"]["limits"]["nvidia.com/gpu"]
+    assert "--num-gpus=4" in container(objects, "worker")["args"]
+    assert (workers["num-gpus"], gpus, nodes) == (1, 4, 2)
+    assert workers["replicas"] + workers["rollout"]["surge"] == nodes * gpus
+
+
+def test_kuberay_is_refused_where_it_is_not(helm: Helm) -> None:
+    made = helm.run("template", "wf", str(CHART), "--set", "ray.mode=kuberay")
+    assert made.returncode != 0
+    assert "KubeRay operator" in made.stderr
+
+
 # The life of a pod
 
 
 def test_grace_exceeds_what_runs_before_the_end(scenarios: dict[str, Objects]) -> None:
     for objects in scenarios.values():
         for component in ("router", "worker"):
-            spec = one(objects, "Deployment", f"-{component}")["spec"]["template"]["spec"]
-            drain = int(flags(objects, component)["--drain-deadline"].removesuffix("s"))
+            spec = pod(objects, component)["spec"]
+            drain = int(settings(objects, component)["--drain-deadline"].removesuffix("s"))
             hook = container(objects, component).get("lifecycle", {}).get("preStop", {}).get("exec", {}).get("command")
             assert spec["terminationGracePeriodSeconds"] > drain + (int(hook[1]) if hook else 0)
 
@@ -357,7 +452,7 @@ def test_a_worker_is_ready_when_its_health_says_so_and_replaced_before_it_goes(d
     deployment = one(defaults, "Deployment", "-worker")
     assert deployment["spec"]["strategy"]["rollingUpdate"] == {"maxUnavailable": 0, "maxSurge": 1}
     worker = container(defaults, "worker")
-    port = int(flags(defaults, "worker")["--port"])
+    port = int(settings(defaults, "worker")["--port"])
     assert {worker[probe]["grpc"]["port"] for probe in ("startupProbe", "readinessProbe", "livenessProbe")} == {port}
     startup = worker["startupProbe"]
     assert startup["periodSeconds"] * startup["failureThreshold"] >= VALUES["worker"]["startupDeadlineSeconds"]
@@ -369,8 +464,8 @@ def test_tls_takes_the_place_of_plain_text_and_probes_go_where_they_need_no_cert
     scenarios: dict[str, Objects], defaults: Objects
 ) -> None:
     for component in ("router", "worker"):
-        assert "--insecure-listen" in flags(defaults, component)
-        given = flags(scenarios["tls"], component)
+        assert "--insecure-listen" in settings(defaults, component)
+        given = settings(scenarios["tls"], component)
         assert "--insecure-listen" not in given
         assert {"--tls-cert", "--tls-key", "--tls-client-ca"} <= given.keys()
         pod = container(scenarios["tls"], component)

@@ -58,7 +58,8 @@ class Helm:
 
 def _command(release: str, namespace: str, values: Path | None) -> list[str]:
     files = [] if values is None else ["--values", str(values)]
-    return ["template", release, str(CHART), "--namespace", namespace, *files]
+    apis = ["--api-versions", "ray.io/v1"]  # as where the operator is
+    return ["template", release, str(CHART), "--namespace", namespace, *apis, *files]
 
 
 def one(objects: Objects, kind: str, end: str = "") -> dict[str, Any]:
@@ -68,13 +69,46 @@ def one(objects: Objects, kind: str, end: str = "") -> dict[str, Any]:
     return found[0]
 
 
-def pod_specs(objects: Objects) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Name and spec of every pod that these objects make."""
+def pod_templates(objects: Objects) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Name, and metadata with spec, of every kind of pod that these objects make; its component ends the name."""
     for item in objects:
+        name = item["metadata"]["name"]
         if item["kind"] == "Pod":
-            yield item["metadata"]["name"], item["spec"]
-        elif item["kind"] == "Deployment":
-            yield item["metadata"]["name"], item["spec"]["template"]["spec"]
+            yield name, item
+        elif item["kind"] in ("Deployment", "StatefulSet"):
+            yield name, item["spec"]["template"]
+        elif item["kind"] == "RayCluster":
+            yield f"{name}-head", item["spec"]["headGroupSpec"]["template"]
+            for group in item["spec"]["workerGroupSpecs"]:
+                yield f"{name}-{group['groupName']}", group["template"]
+
+
+def pod_specs(objects: Objects) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Name and spec of every kind of pod that these objects make."""
+    for name, template in pod_templates(objects):
+        yield name, template["spec"]
+
+
+def pod(objects: Objects, component: str) -> dict[str, Any]:
+    """The pod of a component: its metadata and spec."""
+    (found,) = [template for name, template in pod_templates(objects) if name.endswith(f"-{component}")]
+    return found
+
+
+def desired(objects: Objects) -> dict[str, Any]:
+    """What the controller of a Ray cluster reads."""
+    content: dict[str, Any] = yaml.safe_load(one(objects, "ConfigMap", "-desired")["data"]["desired.yaml"])
+    return content
+
+
+def settings(objects: Objects, component: str) -> dict[str, str]:
+    """The flags of routers or workers, as arguments of their containers or in the desired state."""
+    container = pod(objects, component)["spec"]["containers"][0]
+    if container["command"] != ["ray", "start"]:
+        return flag_values(container["args"])
+    wanted = desired(objects)
+    values = wanted[f"{component}s"]["settings"] | {key: wanted[key] for key in ("fleet", "worker-token-file")}
+    return {f"--{name}": "" if value is True else str(value) for name, value in values.items() if value is not False}
 
 
 def flag_values(args: list[str]) -> dict[str, str]:

@@ -1,0 +1,225 @@
+"""``ray.mode: static`` as local processes: head, controller, router node and worker, by the chart's own commands.
+
+On one machine, so with one router node at a time: each has the ports of its pod. Ray listens on the machine's address.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import psutil
+import pytest
+
+from tests.helm.kubelet import POD_IP, Kubelet
+from tests.helm.test_processes import GUARD_S, PORTS, port, probe
+from tests.helm.tools import Helm, Objects, one, pod
+from tests.integration.cluster import free_port, wait_until
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+
+RAY_PORTS = ("redis.bundled.port", "ray.ports.gcs", "ray.ports.nodeManager")
+NODE_PORTS = (  # a pod's are its own; here they must differ from the head's
+    *("object-manager-port", "runtime-env-agent-port", "metrics-export-port"),
+    *("dashboard-agent-listen-port", "dashboard-agent-grpc-port"),
+)
+
+
+class Release:
+    """The chart's processes on this machine."""
+
+    def __init__(self, objects: Objects, folder: Path) -> None:
+        self.objects = objects
+        self.kubelet = Kubelet(objects, folder)
+        self._folder = folder
+        self.running: dict[str, subprocess.Popen[bytes]] = {}
+        self.node_port = free_port()
+
+    def spec(self, component: str) -> dict[str, Any]:
+        spec: dict[str, Any] = pod(self.objects, component)["spec"]
+        return spec
+
+    @property
+    def url(self) -> str:
+        return f"http://{POD_IP}:{port(self.spec('router'), 'http')}"
+
+    def start(self, component: str, *more: str, container: int = 0) -> subprocess.Popen[bytes]:
+        name = f"{component}.{container}" if container else component
+        process = self.kubelet.start(f"{component}-0", self.spec(component), *more, container=container)
+        self.running[name] = process
+        return process
+
+    def start_head(self) -> None:
+        """Head and controller, in a new pod on the old volume."""
+        shutil.rmtree(self._folder / "head-0" / "tmp", ignore_errors=True)
+        self.start("head")
+        self.until(lambda: probe(self.spec("head"), "readinessProbe"), "the head is ready")
+        self.start("head", container=1)
+
+    def start_node(self) -> None:
+        """A router's pod, as far as Ray's node is up."""
+        shutil.rmtree(self._folder / "router-0" / "tmp", ignore_errors=True)
+        own = [f"--{name}=0" for name in NODE_PORTS]
+        first = free_port()
+        own += [
+            f"--node-manager-port={self.node_port}",
+            f"--min-worker-port={first}",
+            f"--max-worker-port={first + 20}",
+        ]
+        self.start("router", *own)
+        spec = self.spec("router")
+        spec["containers"][0]["startupProbe"]["grpc"]["port"] = self.node_port
+        self.until(lambda: probe(spec, "startupProbe"), "the router's node is up")
+
+    def is_ready(self) -> bool:
+        return probe(self.spec("router"), "readinessProbe")
+
+    def until(self, holds: Any, what: str) -> None:
+        def check() -> bool:
+            for name, process in self.running.items():
+                component, _, number = name.partition(".")
+                assert process.poll() is None, self.log(component, int(number or 0))[-4000:]
+            return bool(holds())
+
+        wait_until(check, guard_s=GUARD_S, what=what)
+
+    def log(self, component: str, container: int = 0) -> str:
+        return self.kubelet.log(f"{component}-0", container).read_text(encoding="utf-8", errors="replace")
+
+    def router_pids(self) -> set[int]:
+        """Processes of router actors below the node."""
+        found = set()
+        for process in psutil.Process(self.running["router"].pid).children(recursive=True):
+            with contextlib.suppress(psutil.NoSuchProcess):
+                if "RouterActor" in " ".join(process.cmdline()):
+                    found.add(process.pid)
+        return found
+
+    def kill(self, name: str) -> None:
+        """SIGKILL to a container: everything in it ends at once."""
+        process = self.running.pop(name)
+        with contextlib.suppress(psutil.NoSuchProcess):
+            for child in psutil.Process(process.pid).children(recursive=True):
+                with contextlib.suppress(psutil.NoSuchProcess):
+                    child.kill()
+        process.kill()
+        process.wait()
+
+    def complete(self, **body: Any) -> dict[str, Any]:
+        model = httpx.get(f"{self.url}/v1/models").raise_for_status().json()["data"][0]["id"]
+        answer = httpx.post(f"{self.url}/v1/completions", json={"model": model, **body}, timeout=60)
+        made: dict[str, Any] = answer.raise_for_status().json()
+        return made
+
+
+@pytest.fixture(scope="module")
+def release(helm: Helm) -> Iterator[Release]:
+    folder = Path(tempfile.mkdtemp(prefix="wf-k8s-", dir="/tmp"))  # Ray's sockets need short paths
+    own = [f"{name}={free_port()}" for name in (*PORTS, *RAY_PORTS)]
+    flags = ["engine=simulated", "kv-blocks=512", "prewarm-deadline=5s", "decode-time=50ms"]
+    values = [f"secretsPath={folder}/secrets", "ray.mode=static", "listenAddress=127.0.0.1", "worker.gpu.count=0"]
+    values += ["ray.ports.others=26381", "ray.ports.workers=26400"]
+    objects = helm.template("--set", ",".join([*own, *values, *(f"worker.flags.{flag}" for flag in flags)]))
+    made = Release(objects, folder)
+    try:
+        made.start("valkey", "--bind", "127.0.0.1")
+        made.start("worker")
+        made.start("head")
+        made.until(lambda: probe(made.spec("head"), "readinessProbe"), "the head is ready")
+        made.start_node()
+        yield made
+    finally:
+        for name in list(made.running):
+            made.kill(name)
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def test_a_router_s_pod_is_ready_when_the_controller_has_placed_its_router(release: Release) -> None:
+    assert not release.is_ready()
+    release.start("head", container=1)
+    release.until(release.is_ready, "the router is ready")
+    assert len(release.router_pids()) == 1
+
+
+def test_a_request_is_answered_and_its_repetition_comes_from_the_cache(release: Release) -> None:
+    cached = []
+    for _ in range(2):
+        answer = release.complete(prompt="Once upon a time " * 20, max_tokens=4)
+        cached.append(answer["usage"]["prompt_tokens_details"]["cached_tokens"])
+    assert cached[0] == 0 < cached[1]
+
+
+def test_helm_test_passes(release: Release) -> None:
+    process = release.kubelet.start("test", one(release.objects, "Pod", "-test")["spec"])
+    assert process.wait(timeout=GUARD_S) == 0, release.kubelet.log("test").read_text()
+
+
+def test_what_actors_log_is_in_the_log_of_their_pod(release: Release) -> None:
+    assert "router listens" in release.log("router")
+    assert "part=router-0 state=READY" in release.log("head", 1)
+
+
+def test_nobody_joins_ray_without_the_token(release: Release) -> None:
+    address = f"{POD_IP}:{port(release.spec('head'), 'gcs')}"
+    code = f"import ray; ray.init(address={address!r}); print('joined', len(ray.nodes()))"
+    env = {key: value for key, value in os.environ.items() if not key.startswith("RAY_")}
+    env |= {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": "0" * 64}
+    made = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, check=False)
+    assert made.returncode != 0
+    assert "joined" not in made.stdout
+
+
+def test_a_new_head_finds_the_router_where_it_runs(release: Release) -> None:
+    before = release.router_pids()
+    for name in ("head.1", "head"):
+        release.kill(name)
+    release.complete(prompt="while no head is there", max_tokens=2)
+    release.start_head()
+    line = "part=router-0 state=READY"
+    count = release.log("head", 1).count(line)
+    release.until(lambda: release.log("head", 1).count(line) > count, "the controller has adopted the router")
+    release.complete(prompt="under a new head", max_tokens=2)
+    assert release.router_pids() == before
+
+
+def test_changed_flags_are_rolled_out_without_a_new_pod(release: Release) -> None:
+    before = release.router_pids()
+    words = release.kubelet.command("head-0", release.spec("head"), 1)[0]
+    file = Path(words[words.index("--desired") + 1])
+    text = file.read_text(encoding="utf-8")
+    file.write_text(text.replace("settings:\n", "settings:\n    policy: longest_prefix\n", 1), encoding="utf-8")
+    release.until(lambda: before.isdisjoint(release.router_pids()) and release.is_ready(), "another router is ready")
+
+
+def test_a_node_that_is_shut_down_lets_its_router_s_answers_end(release: Release) -> None:
+    answers: list[dict[str, Any]] = []
+    asked = threading.Thread(
+        target=lambda: answers.append(release.complete(prompt="a long answer", max_tokens=60, ignore_eos=True))
+    )
+    asked.start()
+    wait_until(
+        lambda: any(item["running"] for item in httpx.get(f"{release.url}/v1/replicas").json()["replicas"]),
+        guard_s=GUARD_S,
+        what="the request runs",
+    )
+    node = release.running.pop("router")
+    node.terminate()
+    asked.join(GUARD_S)
+    assert answers[0]["usage"]["completion_tokens"] == 60
+    release.until(lambda: "part was drained part=router-0" in release.log("head"), "the router has ended")
+    node.wait(timeout=GUARD_S)  # not sooner than after its whole drain time, where the head was replaced: Ray's own
+
+
+def test_the_next_node_gets_a_router(release: Release) -> None:
+    release.start_node()
+    release.until(release.is_ready, "a router is ready on the new node")
+    release.complete(prompt="on a new node", max_tokens=2)
