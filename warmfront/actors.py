@@ -250,8 +250,8 @@ def actors_of(role: str) -> list[Any]:
 
 def _leaving_nodes() -> Collection[str]:
     """Ids of the nodes that have begun to shut down: `ray start` drains its node when it gets SIGTERM."""
-    client = ray._private.worker.global_worker.gcs_client  # Serve asks the same; Ray has no public call for it
-    nodes: Collection[str] = client.get_draining_nodes(timeout=_PING_DEADLINE_S)
+    worker: Any = ray._private.worker.global_worker  # Serve asks it the same; Ray has no public call for that
+    nodes: Collection[str] = worker.gcs_client.get_draining_nodes(timeout=_PING_DEADLINE_S)
     return nodes
 
 
