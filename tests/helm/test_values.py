@@ -6,6 +6,7 @@ import json
 import re
 import runpy
 import shutil
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -136,6 +137,13 @@ def test_numbers_keep_their_digits(helm: Helm) -> None:
     )
     assert got["--cpu-kv-bytes"] == "34359738368"
     assert got["--gpu-memory-utilization"] == "0.92"
+
+
+def test_a_flag_with_a_list_is_given_once_for_each_of_it(helm: Helm) -> None:
+    objects = helm.template("--set", "worker.flags.lora-dir={/a,/b},worker.flags.lora={french=/a/f}")
+    args = container(objects, "worker")["args"]
+    given = [pair for pair in pairwise(args) if pair[0].startswith("--lora")]
+    assert given == [("--lora", "french=/a/f"), ("--lora-dir", "/a"), ("--lora-dir", "/b")]
 
 
 # Refusals name the value

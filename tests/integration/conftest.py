@@ -23,5 +23,7 @@ def redis_url() -> Iterator[str]:
 def two_replicas(tmp_path_factory: pytest.TempPathFactory, redis_url: str) -> Iterator[LocalCluster]:
     """Two replicas of the packaged model, plain processes, exact arithmetic, reuse by whole blocks only."""
     folder: Path = tmp_path_factory.mktemp("cluster")
-    with cluster(folder, "--replicas", "2", "--without-ray", "--no-token-reuse", "--redis", redis_url, *SMALL) as one:
+    (folder / "adapters").mkdir()
+    args = ("--without-ray", "--no-token-reuse", "--redis", redis_url, "--lora-dir", str(folder / "adapters"))
+    with cluster(folder, "--replicas", "2", *args, *SMALL) as one:
         yield one

@@ -10,13 +10,20 @@ from typing import Any
 import grpc
 import httpx
 import numpy as np
+import openai
 import pytest
+import torch
+from safetensors.torch import load_file
 from tokenizers import Tokenizer
 from warmfront_pb.v1 import inference_pb2, inference_pb2_grpc
 
 from tests.integration.cluster import LocalCluster
-from worker.loading import default_model_path
+from tests.worker.adapters import random_adapter
+from tests.worker.tiny_models import greedy_text
+from worker.loading import default_model_path, load_config, load_model
 from worker.loading.tokenizer import load_tokenizer
+from worker.model_runner import ModelRunner
+from worker.peft import TENSORS_FILE
 
 BLOCK = 16
 SYSTEM = "You are the guide of a small museum of clocks. Answer in one short sentence."
@@ -184,3 +191,47 @@ def test_equal_seeds_draw_equal_texts_on_any_replica(two_replicas: LocalCluster)
     drawn = [draw(7, f"salt-{number}") for number in range(6)]
     assert len({text for text, _ in drawn}) == 1
     assert draw(8, "salt-0")[0] != drawn[0][0]
+
+
+def test_an_adapter_answers_through_openai_s_client_as_the_merged_weights_would(
+    two_replicas: LocalCluster, tokenizer: Tokenizer
+) -> None:
+    path = default_model_path()
+    folder = two_replicas.ready_file.parent / "adapters" / "french"
+    random_adapter(folder, load_config(path), rank=4, seed=3, size=0.08, lora_alpha=16)
+    sdk = two_replicas.sdk()
+    question = {"role": "user", "content": "Which of the clocks is the oldest one?"}
+    messages: Any = [{"role": "system", "content": SYSTEM}, question]
+
+    def ask(model: str) -> tuple[str, int]:
+        answer = sdk.chat.completions.create(
+            model=model, messages=messages, max_tokens=12, temperature=0, extra_body={"ignore_eos": True}
+        )
+        assert answer.usage is not None
+        assert answer.usage.prompt_tokens_details is not None
+        return answer.choices[0].message.content or "", answer.usage.prompt_tokens_details.cached_tokens or 0
+
+    base, _ = ask("")
+    with pytest.raises(openai.NotFoundError, match="'french' is not served here"):
+        ask("french")
+    loaded = httpx.post(f"{two_replicas.http}/v1/lora", json={"name": "french", "path": "french"}, timeout=240)
+    assert (loaded.status_code, loaded.json()["complete"]) == (200, True), loaded.text
+    assert [one.id for one in sdk.models.list()][1:] == ["french"]
+    (cold, none), (warm, all_but_the_end) = ask("french"), ask("french")
+    prompt = chat_token_ids(tokenizer, messages)
+    assert (none, all_but_the_end) == (0, (len(prompt) - 1) // BLOCK * BLOCK)
+    assert cold == warm != base
+
+    merged = load_model(path, dtype="float32", device=torch.device("cpu"))
+    tensors = load_file(folder / TENSORS_FILE)
+    for name, a in tensors.items():
+        if name.endswith(".lora_A.weight"):
+            module = name.removeprefix("base_model.model.").removesuffix(".lora_A.weight")
+            merged.weights[f"{module}.weight"] += 16 / 4 * tensors[name.replace("lora_A", "lora_B")] @ a
+    wanted = greedy_text(ModelRunner(merged, num_blocks=20, block_size=BLOCK), prompt, 12)
+    assert tokenizer.decode(wanted) == cold
+
+    gone = httpx.delete(f"{two_replicas.http}/v1/lora/french", timeout=60)
+    assert {one["outcome"] for one in gone.json()["replicas"]} == {"unloaded"}
+    with pytest.raises(openai.NotFoundError):
+        ask("french")
