@@ -265,14 +265,15 @@ struct Attention {
     long query_stride, table_width, block_size, heads, kv_heads, head_dim;
 
     long group() const { return heads / kv_heads; }
-    long slot(long sequence, long key) const {
-        return tables[sequence * table_width + key / block_size] * block_size + key % block_size;
-    }
-    const bf16* key(long sequence, long key, long head) const {
-        return keys + (slot(sequence, key) * kv_heads + head) * head_dim;
-    }
-    const bf16* value(long sequence, long key, long head) const {
-        return values + (slot(sequence, key) * kv_heads + head) * head_dim;
+    // Where keys and values of `count` tokens from `first` on lie.
+    void find(long sequence, long first, long count, long head, const bf16** key, const bf16** value) const {
+        const int32_t* block = tables + sequence * table_width + first / block_size;
+        long offset = first % block_size, step = kv_heads * head_dim;
+        for (long i = 0; i < count; ++block, offset = 0) {
+            long at = (*block * block_size + offset) * step + head * head_dim;
+            for (long stop = min(count, i + block_size - offset); i < stop; ++i, at += step)
+                key[i] = keys + at, value[i] = values + at;
+        }
     }
     // Keys and values of one KEY_BLOCK and head, as panels: of keys by 16 keys, of values by 16 channels.
     bf16* packed_keys(const Span& span, long block, long head) const {
@@ -315,12 +316,10 @@ void pack(const Attention& run, long sequence, const Span& span, long block, lon
     long first = block * KEY_BLOCK, count = min(KEY_BLOCK, span.num_keys - first), d = run.head_dim;
     bf16 *keys = run.packed_keys(span, block, head), *values = run.packed_values(span, block, head);
     const __m512i nothing = _mm512_setzero_si512();
+    const bf16 *from_keys[KEY_BLOCK] = {}, *from_values[KEY_BLOCK] = {};
+    run.find(sequence, first, count, head, from_keys, from_values);
     for (long panel = 0; panel * PANEL < count; ++panel) {
-        const bf16* from[PANEL];
-        for (long i = 0; i < PANEL; ++i) {
-            long key = panel * PANEL + i;
-            from[i] = key < count ? run.key(sequence, first + key, head) : nullptr;
-        }
+        const bf16** from = from_keys + panel * PANEL;
         for (long channel = 0; channel < d; channel += 32) {
             __m512i x[16];
             for (long i = 0; i < PANEL; ++i) x[i] = from[i] ? _mm512_loadu_si512(from[i] + channel) : nothing;
@@ -333,8 +332,7 @@ void pack(const Attention& run, long sequence, const Span& span, long block, lon
                                          5, 36, 4, 35, 3, 34, 2, 33, 1, 32, 0);
     const __m512i high = _mm512_add_epi16(low, _mm512_set1_epi16(16));
     for (long key = 0; key < padded; key += 2) {
-        const bf16* even = key < count ? run.value(sequence, first + key, head) : nullptr;
-        const bf16* odd = key + 1 < count ? run.value(sequence, first + key + 1, head) : nullptr;
+        const bf16 *even = from_values[key], *odd = from_values[key + 1];
         for (long channel = 0; channel < d; channel += 32) {
             __m512i a = even ? _mm512_loadu_si512(even + channel) : nothing;
             __m512i b = odd ? _mm512_loadu_si512(odd + channel) : nothing;
@@ -428,12 +426,18 @@ void prefill_tile(const Attention& run, const Span& span, long first, long token
     }
 }
 
-// The sums of sixteen vectors, one per lane.
+// The sums of sixteen vectors, one per lane: halved four times, within lanes of 128 bits and then across them.
 inline __m512 sums_of(__m512 (&x)[16]) {
-    auto& bits = reinterpret_cast<__m512i(&)[16]>(x);
-    transpose(bits);
-    for (int width = 8; width; width /= 2)
-        for (int i = 0; i < width; ++i) x[i] = _mm512_add_ps(x[i], x[i + width]);
+    for (int i = 0; i < 8; ++i)
+        x[i] = _mm512_add_ps(_mm512_unpacklo_ps(x[2 * i], x[2 * i + 1]), _mm512_unpackhi_ps(x[2 * i], x[2 * i + 1]));
+    for (int i = 0; i < 4; ++i) {
+        __m512d a = _mm512_castps_pd(x[2 * i]), b = _mm512_castps_pd(x[2 * i + 1]);
+        x[i] = _mm512_add_ps(_mm512_castpd_ps(_mm512_unpacklo_pd(a, b)), _mm512_castpd_ps(_mm512_unpackhi_pd(a, b)));
+    }
+    for (int width = 2; width; width /= 2)
+        for (int i = 0; i < width; ++i)
+            x[i] = _mm512_add_ps(_mm512_shuffle_f32x4(x[2 * i], x[2 * i + 1], 0x88),
+                                 _mm512_shuffle_f32x4(x[2 * i], x[2 * i + 1], 0xDD));
     return x[0];
 }
 
@@ -474,11 +478,8 @@ void decode_row(const Attention& run, long sequence, const Span& span, long head
     std::memset(answer, 0, group * d * sizeof(float));
     for (long start = 0; start < span.num_keys; start += KEY_BLOCK) {
         long count = min(KEY_BLOCK, span.num_keys - start), padded = (count + PANEL - 1) / PANEL * PANEL;
-        for (long i = 0; i < padded; ++i) {
-            long slot = run.slot(sequence, start + min(i, count - 1));
-            keys[i] = run.keys + (slot * run.kv_heads + head) * d;
-            values[i] = run.values + (slot * run.kv_heads + head) * d;
-        }
+        run.find(sequence, start, count, head, keys, values);
+        for (long i = count; i < padded; ++i) keys[i] = keys[count - 1], values[i] = values[count - 1];
         for (long first = 0; first < padded; first += 16)
             for (long g = 0; g < group; ++g) {
                 __m512 sums[16];
