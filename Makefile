@@ -6,7 +6,7 @@ RUN = $(VENV)/bin/python -m
 BENCH = $(VENV)/bin/python -P bench
 .DEFAULT_GOAL := help
 
-.PHONY: help up test test-slow soak check lint proto lock bench bench-cache bench-engine bench-router bench-placement bench-rollout clean
+.PHONY: help up test test-slow soak check lint proto lock bench bench-cache bench-engine bench-workloads bench-router bench-placement bench-rollout clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{ printf "  make %-14s %s\n", $$1, $$2 }'
@@ -33,8 +33,16 @@ up: $(VENV)/.runtime $(VENV)/.kernel ## install once, then run a cluster in the 
 test: check ## what CI runs: the checks, then every test that is not slow (at most 15 minutes on 2 cores)
 	$(RUN) pytest $(ARGS)
 
-test-slow: $(VENV)/.dev $(VENV)/.kernel ## real-model fuzz and chaos (at most an hour)
+test-slow: $(VENV)/.dev $(VENV)/.kernel test-triton ## real-model fuzz and chaos, the CUDA kernel in Triton's interpreter (at most an hour)
 	$(RUN) pytest -m slow $(ARGS)
+
+# Triton's interpreter wants an older numpy than the rest: an environment of its own, made when this first runs.
+.venv-triton/.triton: tools/install.sh
+	@tools/install.sh triton .venv-triton "$(PYTHON)"
+
+.PHONY: test-triton
+test-triton: .venv-triton/.triton ## the CUDA attention kernel in Triton's interpreter, on the CPU
+	TRITON_INTERPRET=1 .venv-triton/bin/python -m pytest tests/worker/test_attention.py -k triton
 
 soak: $(VENV)/.dev ## leaks and drift (hours)
 	$(RUN) pytest -m soak --timeout 0 $(ARGS)
@@ -73,8 +81,13 @@ bench: bench-cache bench-engine bench-router bench-placement ## every benchmark,
 bench-cache: $(VENV)/.dev ## hashing, block pool, index
 	$(BENCH)/cache.py $(ARGS)
 
-bench-engine: $(VENV)/.dev $(VENV)/.kernel ## TTFT cold and warm, decode, beside transformers
+bench-engine: $(VENV)/.dev $(VENV)/.kernel ## TTFT cold and warm, decode, beside transformers; shared prefix, nothing shared
 	$(BENCH)/engine.py $(ARGS)
+	$(BENCH)/shared_prefix.py
+	$(BENCH)/nothing_shared.py
+
+bench-workloads: $(VENV)/.dev $(VENV)/.kernel ## what caching saves on eight shapes of load, real model (10 minutes; ARGS="--svg FILE")
+	$(BENCH)/workloads.py $(ARGS)
 
 bench-router: $(VENV)/.dev ## what a router costs a request, beside proxies that decide nothing; events; Redis away
 	$(BENCH)/decision.py $(ARGS)
@@ -87,4 +100,4 @@ bench-rollout: $(VENV)/.dev ## a rolling replacement under load, with pre-warm a
 	$(BENCH)/rollout.py $(ARGS)
 
 clean: ## remove the virtual environments and caches
-	rm -rf $(VENV) .venv-proto .venv-helm .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache *.egg-info
+	rm -rf $(VENV) .venv-proto .venv-helm .venv-triton .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache *.egg-info

