@@ -25,6 +25,8 @@ COMMANDS = {
     "hot": ("warmfront.hot", "hot", "List the prefixes that a fleet hits most."),
     "prewarm": ("warmfront.hot", "prewarm", "Compute hot prefixes on a worker before it is needed."),
     "drain": ("warmfront.status", "drain", "Take a replica out of service; running requests end."),
+    "scale": ("warmfront.scale", "scale", "Change how many workers a cluster has."),
+    "rollout": ("warmfront.rollout", "rollout", "Replace workers a few at a time, with other settings or the same."),
     "reset": ("warmfront.status", "reset", "Let every replica forget its cached blocks."),
     "lora": ("warmfront.lora", "lora", "Load, unload and list LoRA adapters."),
     "down": ("warmfront.down", "down", "End a cluster, or remove what a killed `up` left."),

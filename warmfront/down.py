@@ -30,9 +30,9 @@ def down(*, ready_file: Path | None, url: str | None, everything: bool) -> None:
     if not clusters and ready_file is None and url is None:
         click.echo("No cluster of yours is on this machine.")
     if ready_file is not None:
-        chosen = [_of_ready_file(ready_file, clusters)]
+        chosen = [find_ready_file(ready_file, clusters)]
     elif url is not None:
-        chosen = [_of_url(url, clusters)]
+        chosen = [find_url(url, clusters)]
     else:
         chosen = clusters if everything else _only(clusters)
     for cluster in chosen:
@@ -69,14 +69,16 @@ def _names(clusters: list[RunDir]) -> str:
     return ", ".join(cluster.cluster.get("http", f"{cluster.path} (starting)") for cluster in clusters)
 
 
-def _of_url(url: str, clusters: list[RunDir]) -> RunDir:
+def find_url(url: str, clusters: list[RunDir]) -> RunDir:
+    """The cluster whose HTTP address this is. Raises ``WrongUse``."""
     for cluster in clusters:
         if cluster.cluster.get("http") == Client(url).url:
             return cluster
     raise WrongUse(f"--url {url}: no cluster of yours here has that address; there is {_names(clusters) or 'none'}")
 
 
-def _of_ready_file(path: Path, clusters: list[RunDir]) -> RunDir:
+def find_ready_file(path: Path, clusters: list[RunDir]) -> RunDir:
+    """The cluster that wrote this file; one whose cluster is gone is removed. Raises ``WrongUse``."""
     try:
         run_dir = Path(json.loads(path.read_text(encoding="utf-8"))["run_dir"])
     except (OSError, ValueError, KeyError, TypeError) as error:

@@ -1,0 +1,133 @@
+"""`warmfront scale` and `rollout` on a real cluster with simulated engines, while requests go on."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from tests.warmfront.conftest import Cli
+from tests.warmfront.test_cluster import Up, ask, started, wait_for
+from warmfront.errors import Failure, WrongUse
+from warmfront.rollout import change_settings
+
+
+@contextmanager
+def load(http: str) -> Iterator[list[str]]:
+    """Three users who ask without a pause; what went wrong."""
+    errors: list[str] = []
+    is_over = threading.Event()
+
+    def user(number: int) -> None:
+        while not is_over.is_set():
+            try:
+                answer = ask(http, f"user {number} has a long question " * 20)
+                assert answer.completion_tokens == 3
+            except Failure as error:
+                errors.append(error.message)
+            time.sleep(0.05)
+
+    users = [threading.Thread(target=user, args=(number,)) for number in range(3)]
+    for one in users:
+        one.start()
+    try:
+        yield errors
+    finally:
+        is_over.set()
+        for one in users:
+            one.join()
+
+
+def ready(up: Up, count: int) -> list[str]:
+    """The names of the replicas, once so many are READY and there is no other."""
+    states = up.states()
+    return sorted(states) if list(states.values()) == ["READY"] * count else []
+
+
+def replaced(cli: Cli, up: Up, count: int) -> None:
+    """Scaled up, rolled to other settings, rolled back from bad ones, scaled down: nobody notices."""
+    with load(up.ready["http"]) as errors:
+        assert cli("scale", f"{count}").out == f"{count} workers are READY\n"
+        before = wait_for(lambda: ready(up, count), "the first workers")
+
+        done = cli("rollout", "--set", "max-queue=300", "--batch", f"{count - 1}", "--surge", f"{count - 1}")
+        assert (done.exit_code, "every worker is replaced" in done.out) == (0, True), done.err
+        assert f"{count - 1} of {count} replaced" in done.err
+        names = wait_for(lambda: ready(up, count), "new ones that are READY, and no other")
+        assert names != before
+
+        failed = cli("rollout", "--set", "engine=model", "--set", "model=/no/such/folder")
+        assert failed.exit_code == 1, failed.err
+        assert "/no/such/folder: there is no such file or folder; rolled back" in failed.err.splitlines()[-1]
+        assert wait_for(lambda: ready(up, count), "the same") == names
+
+        assert cli("scale", "1").exit_code == 0
+        wait_for(lambda: ready(up, 1), "one that is READY, and no other")
+    assert errors == []
+    settings = yaml.safe_load((up.run_dir / "desired.yaml").read_text())["workers"]["settings"]
+    assert (settings["max_queue"], settings["engine"]) == (300, "simulated")
+
+
+def test_workers_are_scaled_and_replaced_under_load_and_nobody_notices(
+    cli: Cli, temp_root: Path, tmp_path: Path
+) -> None:
+    with started(tmp_path, "--without-ray", "--replicas", "1", "--heartbeat", "300ms") as up:
+        up.wait_ready()
+        replaced(cli, up, 2)
+        for arguments, words in (
+            (("rollout", "--set", "block-size=32"), "makes another fleet"),
+            (("rollout", "--set", "kv-blok=1"), "KEY=VALUE with a flag"),
+            (("rollout", "--set", "kv-blocks=none"), "workers.settings.kv-blocks"),
+            (("rollout", "--model", "/no/such"), "no such file"),
+            (("scale", "0"), "not in the range"),
+            (("scale", "1", "--url", "http://127.0.0.1:1", "--ready-file", "x"), "not two of them"),
+            (("scale", "1", "--url", "http://127.0.0.1:1"), "no cluster of yours here"),
+        ):
+            refused = cli(*arguments)
+            assert (refused.exit_code, words in refused.err) == (2, True), refused.err
+        late = cli("rollout", "--deadline", "100ms")
+        assert (late.exit_code, "0 of 1 were READY after 0.1 s; rolled back" in late.err) == (3, True), late.err
+        assert up.stop() == 0
+        up.assert_nothing_is_left()
+
+
+@pytest.mark.slow
+def test_on_ray_workers_are_scaled_and_replaced_under_load_and_nobody_notices(
+    cli: Cli, temp_root: Path, tmp_path: Path
+) -> None:
+    with started(tmp_path, "--replicas", "2", "--heartbeat", "300ms") as up:
+        up.wait_ready()
+        replaced(cli, up, 3)
+        other = cli("rollout", "--set", "kv-blocks=300")  # with it the longest context changes
+        assert (other.exit_code, "max_model_len is 4800 here and 3200 in the fleet" in other.err) == (1, True)
+        assert up.stop() == 0
+        up.assert_nothing_is_left()
+
+
+def test_without_a_cluster_there_is_nothing_to_scale(cli: Cli, tmp_path: Path) -> None:
+    assert "no cluster of yours runs here" in cli("scale", "2").err
+    path = tmp_path / "desired.yaml"
+    path.write_text("fleet: a\nredis: redis://127.0.0.1:1/0\nrouters: {count: 1}\nworkers: null\n")
+    refused = cli("scale", "2", "--desired", str(path))
+    assert (refused.exit_code, "its workers are not the controller's" in refused.err) == (2, True)
+    path.write_text(
+        "redis: redis://127.0.0.1:1/0\n"
+        "workers: {replicas: 1, settings: {engine: simulated}, autoscale: {min: 1, max: 2}}\n"
+    )
+    assert "change its min and max" in cli("scale", "2", "--desired", str(path)).err
+    late = cli("rollout", "--desired", str(path), "--no-wait")
+    assert (late.exit_code, yaml.safe_load(path.read_text())["workers"]["rollout"]) == (0, {"attempt": 1})
+
+
+def test_settings_keep_the_spelling_of_their_file_and_an_empty_value_takes_one_away() -> None:
+    workers: dict[str, Any] = {"settings": {"kv-blocks": 100, "max_queue": 5, "block-size": 16}}
+    change_settings(workers, None, ("kv_blocks=200", "max-queue=", "block-size=16", "prewarm=false"))
+    assert workers["settings"] == {"kv-blocks": 200, "block-size": 16, "prewarm": False}
+    with pytest.raises(WrongUse, match="another fleet"):
+        change_settings(workers, None, ("mode=deterministic",))

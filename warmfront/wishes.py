@@ -1,0 +1,143 @@
+"""The desired state of a running cluster, changed from outside: found, locked, written, and waited for."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import click
+import yaml
+
+from warmfront.desired import DESIRED_FILE, read_status, write_desired
+from warmfront.down import find_ready_file, find_url
+from warmfront.errors import Failure, WrongUse
+from warmfront.run_dir import RunDir, all_run_dirs
+
+_LOOK_S = 0.25
+_LOCK_FILE = ".desired.lock"
+
+
+@dataclass(frozen=True, slots=True)
+class Wishes:
+    """One cluster's desired state. ``run_dir`` is that of its `up`, where it has one."""
+
+    path: Path
+    state_dir: Path
+    run_dir: RunDir | None = None
+
+    def read(self) -> dict[str, Any]:
+        """The file's content, keys as they stand there. Raises ``WrongUse``."""
+        try:
+            content = yaml.safe_load(self.path.read_text(encoding="utf-8"))
+        except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+            raise WrongUse(f"{self.path}: {' '.join(str(error).split())}") from error
+        if not isinstance(content, dict) or not isinstance(content.get("workers"), dict):
+            raise WrongUse(
+                f"{self.path}: its workers are not the controller's; whoever places them scales and rolls them"
+            )
+        return content
+
+    def write(self, content: dict[str, Any]) -> None:
+        """Writes it. Raises ``WrongUse`` when it would be refused, or cannot be written."""
+        try:
+            write_desired(self.path, content)
+        except ValueError as error:
+            raise WrongUse(str(error)) from error
+        except OSError as error:
+            raise WrongUse(
+                f"{self.path} cannot be written ({error.strerror}): change it where it comes from"
+            ) from error
+
+    def status(self) -> dict[str, Any]:
+        """What the controller has last told. Raises ``Failure`` when the cluster has ended."""
+        if self.run_dir is not None and self.run_dir.owner() is None:
+            raise Failure("the cluster has ended")
+        return read_status(self.state_dir)
+
+    def workers(self) -> dict[str, Any]:
+        """What it told of the workers; empty before it has told anything."""
+        group: dict[str, Any] = self.status().get("groups", {}).get("worker", {})
+        return group
+
+    def parts(self) -> list[dict[str, Any]]:
+        """The workers that run."""
+        return [part for part in self.status().get("parts", ()) if part["role"] == "worker"]
+
+    @contextmanager
+    def locked(self) -> Iterator[None]:
+        """For one command at a time. Raises ``WrongUse`` when another one is at it."""
+        try:
+            descriptor = os.open(self.state_dir / _LOCK_FILE, os.O_RDWR | os.O_CREAT, 0o600)
+        except OSError as error:
+            raise WrongUse(f"{self.state_dir} cannot be written to: {error.strerror}") from error
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            yield
+        except BlockingIOError as error:
+            raise WrongUse("another scale or rollout of this cluster is under way: wait for it") from error
+        finally:
+            os.close(descriptor)
+
+
+def wait(look: Callable[[], bool], deadline_s: float) -> bool:
+    """Whether ``look`` came true before the deadline."""
+    end = time.monotonic() + deadline_s
+    while not look():
+        if time.monotonic() > end:
+            return False
+        time.sleep(_LOOK_S)
+    return True
+
+
+def key_of(values: dict[str, Any], name: str) -> str:
+    """How a file spells ``name``: with dashes or underscores."""
+    return next((key for key in values if str(key).replace("-", "_") == name), name)
+
+
+def cluster_options(function: Callable[..., Any]) -> Callable[..., Any]:
+    """The options that say which cluster; ``find`` takes them."""
+    options = (
+        click.option("--ready-file", type=click.Path(path_type=Path), help="The `up` that wrote this file."),
+        click.option("--url", help="The `up` whose HTTP address this is."),
+        click.option(
+            "--desired",
+            "desired_file",
+            type=click.Path(exists=True, dir_okay=False, path_type=Path),
+            help="The file of a `warmfront controller`.",
+        ),
+        click.option(
+            "--state-dir", type=click.Path(file_okay=False, path_type=Path), help="Its folder, if not the file's."
+        ),
+    )
+    for option in reversed(options):
+        function = option(function)
+    return function
+
+
+def find(*, ready_file: Path | None, url: str | None, desired_file: Path | None, state_dir: Path | None) -> Wishes:
+    """The cluster that is meant: by default the only `up` of this user here. Raises ``WrongUse``."""
+    if sum(one is not None for one in (ready_file, url, desired_file)) > 1:
+        raise WrongUse("give --ready-file, --url or --desired, not two of them")
+    if desired_file is not None:
+        return Wishes(desired_file.absolute(), (state_dir or desired_file.absolute().parent).absolute())
+    running = [run_dir for run_dir in all_run_dirs() if run_dir.owner() and run_dir.cluster]
+    if ready_file is not None:
+        run_dir = find_ready_file(ready_file, all_run_dirs())
+    elif url is not None:
+        run_dir = find_url(url, all_run_dirs())
+    elif len(running) == 1:
+        (run_dir,) = running
+    else:
+        named = ", ".join(one.cluster.get("http", "") for one in running)
+        raise WrongUse(
+            f"several clusters run here: choose by --url or --ready-file: {named}"
+            if running
+            else "no cluster of yours runs here; name a controller's file with --desired"
+        )
+    return Wishes(run_dir.path / DESIRED_FILE, run_dir.path, run_dir)
