@@ -258,15 +258,16 @@ async def test_two_routers_keep_one_replica_s_bound_together(cluster: Cluster) -
     await until(lambda: cluster.load == 0)
 
 
-async def test_a_replica_that_others_keep_busy_is_full_by_its_lease(cluster: Cluster) -> None:
+async def test_a_replica_that_others_keep_busy_is_full_by_its_lease_for_every_router(cluster: Cluster) -> None:
     """Somebody who is no router of this fleet sends there: the lease tells, and the next one takes it back."""
     worker = await cluster.add_worker("w0")
-    router = await cluster.add_router(replica_requests=2)
+    for _ in range(3):
+        await cluster.add_router(replica_requests=2)
     worker.running += 5
-    await until(lambda: router.fleet.full() == {"w0"})
+    await until(lambda: all(router.fleet.full() == {"w0"} for router in cluster.routers))
     crowd = Crowd(cluster)
     await crowd.send("waits")
-    assert len(router.dispatcher.queue) == 1
+    assert len(cluster.router.dispatcher.queue) == 1
     worker.running -= 5
     assert (await crowd.end())[0].status_code == 200
 

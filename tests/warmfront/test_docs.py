@@ -94,3 +94,15 @@ def test_links_between_the_documents_lead_somewhere() -> None:
     for document in (*ROOT.glob("*.md"), *ROOT.glob("docs/*.md")):
         for target in re.findall(r"\]\(([^)#\s]+)[^)]*\)", document.read_text(encoding="utf-8")):
             assert "://" in target or (document.parent / target).exists(), f"{document.name}: {target}"
+
+
+def test_every_test_named_in_the_list_of_faults_exists() -> None:
+    text = (ROOT / "docs" / "faults.md").read_text(encoding="utf-8")
+    named = re.findall(r"`(tests/[\w/]+\.py)::(test_\w+)`", text)
+    assert len(named) > 40
+    missing = [
+        f"{path}::{name}" for path, name in named if f"def {name}(" not in (ROOT / path).read_text(encoding="utf-8")
+    ]
+    assert missing == []
+    rows = [line for line in text.splitlines() if line.startswith("| ") and not line.startswith(("| seen", "| ---"))]
+    assert all("`tests/" in row for row in rows)
