@@ -5,15 +5,14 @@ import re
 import secrets
 from dataclasses import dataclass, field
 from pathlib import Path
-from urllib.parse import urlsplit
 
 from cache.block_hash import ALGORITHMS
+from common.redis_url import RedisUrlError, parse_redis_url
 from common.tls import TlsError, TlsFiles
 from router.policy import POLICIES
 
 _FLEET_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}")
 _WEIGHT = re.compile(r"\d+(\.\d+)?")
-_REDIS_SCHEMES = ("redis", "rediss", "unix")
 
 
 class ConfigError(ValueError):
@@ -29,6 +28,7 @@ class RouterConfig:
     """All of a router's settings. Raises ``ConfigError`` naming the flag at fault."""
 
     redis_url: str = field(repr=False)  # may hold a password
+    redis_password_file: Path | None = None  # read for each connection
     fleet: str = "default"
     router_id: str = field(default_factory=_router_id)
 
@@ -144,13 +144,12 @@ class RouterConfig:
         return TlsFiles.of_worker_client(self.worker_ca, self.worker_client_cert, self.worker_client_key)
 
     def _check_redis(self) -> None:
-        scheme = urlsplit(self.redis_url).scheme
         if not self.redis_url:
             raise ConfigError("--redis is missing: give the URL of the fleet's Redis or Valkey")
-        if scheme in ("redis+sentinel", "redis+cluster"):
-            raise ConfigError(f"--redis {scheme}:// is not supported by this version: give a redis:// or rediss:// URL")
-        if scheme not in _REDIS_SCHEMES:
-            raise ConfigError(f"--redis: scheme {scheme!r} is none of {', '.join(_REDIS_SCHEMES)}")
+        try:
+            parse_redis_url(self.redis_url).check_password_file(self.redis_password_file)
+        except RedisUrlError as error:
+            raise ConfigError(str(error)) from error
 
     def _check_listen(self) -> None:
         try:

@@ -53,6 +53,7 @@ class Desired:
 
     fleet: str
     redis_url: str = field(repr=False)  # may hold a password
+    redis_password_file: Path | None = None
     groups: tuple[Group, ...] = ()
     autoscale: Autoscale | None = None  # of the workers
     suffix: str = ""  # of every worker's name, where other clusters share the fleet
@@ -240,8 +241,7 @@ class Controller:
         self._desired_error = ""
         if desired != self._desired:
             log.info("desired %s", " ".join(f"{g.role}s={g.count} revision={g.revision}" for g in desired.groups))
-            if self._desired is None or desired.redis_url != self._desired.redis_url:
-                self._leases = LeaseReader(desired.redis_url, desired.fleet)
+            self._leases = LeaseReader(desired.redis_url, desired.redis_password_file, desired.fleet)
             self._desired = desired
 
     def _wanted_groups(self, desired: Desired) -> list[Group]:

@@ -14,6 +14,7 @@ from warmfront_pb.v1 import common_pb2
 
 from cache.block_hash import HashScheme
 from cache.prefix_index import PrefixIndex
+from common.redis_client import connect_redis
 from router.autoscale import signal_of
 from router.breaker import Breaker
 from router.chain_memo import ChainMemo
@@ -26,7 +27,7 @@ from router.index_mirror import IndexMirror
 from router.load import LoadBook
 from router.lora import Adapters
 from router.metrics import RouterMetrics
-from router.registry import FleetKeys, Membership, Registry, Replica, connect_redis
+from router.registry import FleetKeys, Membership, Registry, Replica
 from router.shared_load import SharedLoad
 from router.tokenizer import ModelProfile
 from router.worker_client import REFUSES_ROUTER, WorkerClient, WorkerError, WorkerTls
@@ -35,6 +36,7 @@ log = logging.getLogger(__name__)
 
 _GET_MODEL_TIMEOUT_S = 10.0
 _POLLS_PER_HEARTBEAT = 4
+_REDIS_TIMEOUT_S = 2.0  # requests go on without it
 _UNBOUND = Bound()
 _LOOK_PAUSE_S = 0.05  # between looks that requests ask for
 
@@ -73,7 +75,12 @@ class Fleet:
         self._worker_tls = WorkerTls(files, config.worker_server_name) if files is not None else None
         if self._worker_tls is not None and config.worker_client_cert is not None:
             metrics.tls_expiry.labels("worker_client").set_function(self._worker_tls.certificates.expires_s)
-        self._redis = connect_redis(config.redis_url)
+        self._redis = connect_redis(
+            config.redis_url,
+            fleet=config.fleet,
+            timeout_s=_REDIS_TIMEOUT_S,
+            password_file=config.redis_password_file,
+        )
         keys = FleetKeys(config.fleet)
         self._registry = Registry(self._redis, keys, self.membership, self._accept_contract, self._bad_key)
         self.mirror = IndexMirror(

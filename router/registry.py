@@ -5,17 +5,19 @@ for a lease *while Redis answered*: with Redis away that clock stands still, so 
 Whoever differs from the fleet's contract is listed and refused, with the fields that differ.
 """
 
+import asyncio
 import logging
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, TypeVar
 
-import redis
 import redis.asyncio as redis_asyncio
 from google.protobuf.message import DecodeError, Message
 from redis.exceptions import RedisError
 from warmfront_pb.v1 import common_pb2
 
+from common.redis_client import connect_redis
 from common.redis_keys import is_wrong_type
 
 log = logging.getLogger(__name__)
@@ -25,8 +27,8 @@ SUPPORTED_PROTOCOLS = (1,)  # ours and the one before: a rolling update mixes th
 
 READY = common_pb2.READY
 _COMPARED_FIELDS = [field.name for field in common_pb2.Contract.DESCRIPTOR.fields]
+_READ_TIMEOUT_S = 2.0
 _M = TypeVar("_M", bound=Message)
-_REDIS_TIMEOUT_S = 2.0
 
 
 class FleetKeys:
@@ -63,19 +65,6 @@ class FleetKeys:
     def wanted(self, replica: str, generation: str) -> str:
         """Set by a router that needs a newer snapshot; the replica's next heartbeat takes it away and writes one."""
         return f"{self._prefix}wanted:{replica}:{generation}"
-
-
-def connect_redis(url: str) -> "redis_asyncio.Redis":
-    """A client that neither waits long nor retries by itself: its callers go on without Redis."""
-    return redis_asyncio.from_url(
-        url,
-        protocol=2,
-        socket_timeout=_REDIS_TIMEOUT_S,
-        socket_connect_timeout=_REDIS_TIMEOUT_S,
-        socket_keepalive=True,
-        health_check_interval=0,
-        retry=None,
-    )
 
 
 @dataclass(slots=True)
@@ -251,22 +240,29 @@ class Registry:
 class LeaseReader:
     """The leases as they stand, for the controller's thread. Blocks for up to a few seconds."""
 
-    def __init__(self, url: str, fleet: str) -> None:
-        self._client = redis.Redis.from_url(
-            url, protocol=2, socket_timeout=_REDIS_TIMEOUT_S, socket_connect_timeout=_REDIS_TIMEOUT_S
-        )
+    def __init__(self, url: str, password_file: Path | None, fleet: str) -> None:
+        self._url, self._password_file, self._fleet = url, password_file, fleet
         self._keys = FleetKeys(fleet)
         self._stored = _Stored(lambda kind: None)
 
     def read(self) -> list[common_pb2.ReplicaLease] | None:
         """Every replica's; None when Redis does not answer."""
         try:
-            found: Any = self._client.zrange(self._keys.replicas, 0, -1)
-            names = [name.decode(errors="replace") for name in found]
-            values: Any = self._client.mget([self._keys.replica(name) for name in names]) if names else []
+            names, values = asyncio.run(self._ask())
         except (RedisError, OSError):
             return None
         return self._stored.leases(names, values)
+
+    async def _ask(self) -> tuple[list[str], Any]:
+        client = connect_redis(
+            self._url, fleet=self._fleet, timeout_s=_READ_TIMEOUT_S, password_file=self._password_file
+        )
+        try:
+            found: Any = await client.zrange(self._keys.replicas, 0, -1)
+            names = [name.decode(errors="replace") for name in found]
+            return names, await client.mget([self._keys.replica(name) for name in names]) if names else []
+        finally:
+            await client.aclose()
 
 
 class _Stored:

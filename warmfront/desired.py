@@ -31,7 +31,7 @@ EACH_NODE = "each-node"  # a count: one router on each node that has its resourc
 DESIRED_FILE = "desired.yaml"  # in the run directory of an `up`
 _CONFIGS: dict[str, type[Any]] = {"router": RouterConfig, "worker": WorkerConfig}
 # What the file says once for all, or what each part is given by its controller.
-SHARED = ("fleet", "redis", "worker_token_file")
+SHARED = ("fleet", "redis", "redis_password_file", "worker_token_file")
 _GIVEN = {
     "router": ("router_id",),
     "worker": ("replica_id", "port"),
@@ -87,6 +87,7 @@ def parse(content: Any) -> Desired:
     return Desired(
         fleet=str(shared.get("fleet", "default")),
         redis_url=str(redis_url),
+        redis_password_file=Path(shared["redis_password_file"]) if "redis_password_file" in shared else None,
         groups=tuple(groups),
         autoscale=autoscale,
         suffix=str(top.get("suffix", "")),

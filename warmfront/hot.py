@@ -26,6 +26,7 @@ from warmfront_pb.v1 import common_pb2, inference_pb2, worker_pb2, worker_pb2_gr
 from cache.adapter import Adapter
 from cache.block_hash import as_token_array
 from cache.hot import HotPrefix, by_value, merged, saved_tokens
+from common.redis_url import RedisUrlError, parse_redis_url
 from common.tls import TlsError, TlsFiles
 from router.worker_client import WorkerTls
 from warmfront.console import Progress, stdout
@@ -41,22 +42,34 @@ _LOOK_PERIOD_S = 0.2
 _ANY_AGE_S = 24 * 3600.0  # Redis forgets them before
 _REFUSALS = (grpc.StatusCode.INVALID_ARGUMENT, grpc.StatusCode.NOT_FOUND, grpc.StatusCode.INTERNAL)
 
-_redis_option = click.option(
-    "--redis",
-    envvar=ENV_PREFIX + "REDIS",
-    help="redis:// or rediss:// URL of the fleet. Default: that of `up` on this machine.",
-)
+
+def _redis_options(function: Callable[..., Any]) -> Callable[..., Any]:
+    function = click.option(
+        "--redis-password-file",
+        type=FILE,
+        envvar=ENV_PREFIX + "REDIS_PASSWORD_FILE",
+        help="File with the password of the URL's user.",
+    )(function)
+    return click.option(
+        "--redis",
+        envvar=ENV_PREFIX + "REDIS",
+        help="URL of the fleet's Redis. Default: that of `up` on this machine.",
+    )(function)
+
+
 _fleet_option = click.option("--fleet", default="default", show_default=True, envvar=ENV_PREFIX + "FLEET")
 
 
 @click.command()
-@_redis_option
+@_redis_options
 @_fleet_option
 @click.option("--limit", type=click.IntRange(min=1), default=20, show_default=True, help="The first so many.")
 @click.option("--json", "as_json", is_flag=True, help="All of them, one JSON object per line, with their token ids.")
-def hot(*, redis: str | None, fleet: str, limit: int, as_json: bool) -> None:
+def hot(*, redis: str | None, redis_password_file: Path | None, fleet: str, limit: int, as_json: bool) -> None:
     """List the prefixes that a fleet hits most, in order of value per block. They are prompts, in clear."""
-    sets, now_ms = asyncio.run(_ask(redis or _redis_of(fleet), fleet, lambda source: source.sets()))
+    sets, now_ms = asyncio.run(
+        _ask(redis or _redis_of(fleet), redis_password_file, fleet, lambda source: source.sets())
+    )
     found = merged(sets, now_ms, _ANY_AGE_S)
     ranked = by_value(found, 1 << 40)
     if as_json:
@@ -88,7 +101,7 @@ def hot(*, redis: str | None, fleet: str, limit: int, as_json: bool) -> None:
 @click.command()
 @click.option("--target", required=True, metavar="HOST:PORT", help="The worker's address.")
 @click.option("--from", "source", default="redis", show_default=True, metavar="redis|FILE.jsonl")
-@_redis_option
+@_redis_options
 @_fleet_option
 @click.option("--worker-token-file", envvar=ENV_PREFIX + "WORKER_TOKEN_FILE", help="Secret of routers and workers.")
 @click.option(
@@ -116,6 +129,7 @@ def prewarm(
     target: str,
     source: str,
     redis: str | None,
+    redis_password_file: Path | None,
     fleet: str,
     worker_token_file: str | None,
     worker_ca: Path | None,
@@ -142,7 +156,9 @@ def prewarm(
             worker = Target(channel, target, token)
             lease, model = await worker.describe()
             tokenizer = model.contract.tokenizer
-            prefixes = found if found is not None else await _ask(url, fleet, lambda source: source.read(tokenizer))
+            prefixes = found
+            if prefixes is None:
+                prefixes = await _ask(url, redis_password_file, fleet, lambda source: source.read(tokenizer))
             plan, filled.wanted = make_plan(
                 prefixes,
                 num_blocks=lease.cache.kv_blocks,
@@ -267,12 +283,15 @@ def _redis_of(fleet: str) -> str:
     )
 
 
-async def _ask(url: str, fleet: str, question: Callable[[RedisSource], Awaitable[_T]]) -> _T:
+async def _ask(
+    url: str, password_file: Path | None, fleet: str, question: Callable[[RedisSource], Awaitable[_T]]
+) -> _T:
     """What the fleet's Redis answers. Raises ``WrongUse`` when it cannot be asked."""
     try:
-        source = RedisSource(url, fleet)
-    except ValueError as error:
-        raise WrongUse(f"--redis {mask_url(url)}: {error}") from error
+        parse_redis_url(url).check_password_file(password_file)
+    except RedisUrlError as error:
+        raise WrongUse(str(error)) from error
+    source = RedisSource(url, fleet, password_file=password_file)
     try:
         return await question(source)
     except (RedisError, OSError) as error:

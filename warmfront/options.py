@@ -99,7 +99,10 @@ class Flag:
 
 def mask_url(url: str) -> str:
     """The URL without its password."""
-    parts = urlsplit(url)
+    try:
+        parts = urlsplit(url)
+    except ValueError:
+        return f"{url.partition('://')[0]}://***"
     if parts.password is None:
         return url
     host = parts.netloc.rpartition("@")[2]
@@ -148,8 +151,13 @@ _TABLE: tuple[Flag | str, ...] = (
     "Fleet",
     Flag("fleet", str, "Name of the set of replicas that may answer for each other."),
     Flag(
-        "redis", str, "redis:// or rediss:// URL. `up` embeds a Valkey where it is absent.", "redis_url", mask=mask_url
+        "redis",
+        str,
+        "redis://, redis+sentinel:// or redis+cluster:// URL. `up` embeds a Valkey where it is absent.",
+        "redis_url",
+        mask=mask_url,
     ),
+    Flag("redis-password-file", FILE, "File with the password of the URL's user; read for each connection."),
     Flag("replica-id", str, "The name under which this worker registers. Default: host name and a random suffix."),
     Flag("router-id", str, "The name under which this router publishes its load."),
     "Addresses and access",
@@ -434,6 +442,17 @@ def fill(config: type[Config], params: Mapping[str, Any], **more: Any) -> Config
         return config(**values)
     except ValueError as error:
         raise WrongUse(str(error)) from error
+
+
+def warn_of_typed_password(ctx: click.Context, param: str = "redis") -> None:
+    """Says so when a Redis password stands among the arguments, which every user of this machine can list."""
+    typed = ctx.get_parameter_source(param) is ParameterSource.COMMANDLINE
+    if typed and ctx.params.get(param) and mask_url(ctx.params[param]) != ctx.params[param]:
+        click.echo(
+            "warmfront: every user of this machine can read the password in --redis: "
+            f"use --redis-password-file or {BY_PARAM[param].env}",
+            err=True,
+        )
 
 
 def source_of(ctx: click.Context, flag: Flag) -> str:

@@ -11,7 +11,7 @@ import click
 
 from router.config import RouterConfig
 from warmfront.errors import WrongUse
-from warmfront.options import SectionedCommand, fill, flags_of, shown, source_of, with_options
+from warmfront.options import SectionedCommand, fill, flags_of, shown, source_of, warn_of_typed_password, with_options
 from worker.config import WorkerConfig
 
 
@@ -21,6 +21,7 @@ def router(**params: Any) -> int:
     """Run one router in the foreground until SIGTERM, which lets running streams end."""
     _need_redis(params)
     config = fill(RouterConfig, params)
+    warn_of_typed_password(click.get_current_context())
     from router.main import run_router
 
     return run_router(config)
@@ -43,6 +44,7 @@ def worker(*, plan: bool, count: int, **params: Any) -> int:
         return 0
     _need_redis(params)
     config = fill(WorkerConfig, {"replica_id": _new_replica_id(), **_given(params)})
+    warn_of_typed_password(click.get_current_context())
     from worker.main import run_workers
 
     return run_workers(_copies(config, count))

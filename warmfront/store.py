@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import ctypes
 import os
@@ -14,6 +15,8 @@ from pathlib import Path
 
 import redis
 
+from common.redis_client import connect_redis
+from common.redis_url import RedisUrlError, parse_redis_url
 from warmfront.errors import Failure, WrongUse
 from warmfront.options import mask_url
 from warmfront.run_dir import write_private
@@ -127,16 +130,20 @@ def embedded_url(run_dir: Path) -> str | None:
     return f"redis://:{settings['requirepass']}@{settings['bind']}:{settings['port']}/0"
 
 
-def check_redis(url: str) -> None:
+def check_redis(url: str, password_file: Path | None = None, *, fleet: str = "default") -> None:
     """Raises ``WrongUse`` with one line when nothing usable answers at ``url``."""
-    if url.startswith(("redis+sentinel:", "redis+cluster:")):
-        raise WrongUse(
-            f"--redis {mask_url(url)}: Sentinel and Cluster are not supported yet; use redis:// or rediss://"
-        )
+
+    async def ask() -> None:
+        parse_redis_url(url).check_password_file(password_file)
+        client = connect_redis(url, fleet=fleet, timeout_s=3.0, password_file=password_file)
+        try:
+            await client.ping()
+        finally:
+            await client.aclose()
+
     try:
-        with redis.Redis.from_url(url, socket_connect_timeout=3, socket_timeout=3) as client:
-            client.ping()
-    except ValueError as error:
-        raise WrongUse(f"--redis {mask_url(url)}: {error}") from error
-    except redis.RedisError as error:
+        asyncio.run(ask())
+    except RedisUrlError as error:
+        raise WrongUse(str(error)) from error
+    except (redis.RedisError, OSError) as error:
         raise WrongUse(f"no Redis answers at {mask_url(url)}: {error}") from error

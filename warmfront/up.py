@@ -30,7 +30,16 @@ from warmfront.client import Address, Client, shown_by_environment
 from warmfront.console import Progress, say
 from warmfront.desired import DESIRED_FILE, SHARED, number_of, read_status, write_desired
 from warmfront.errors import DeadlinePassed, Failure, WrongUse
-from warmfront.options import SectionedCommand, UpConfig, fill, flags_of, format_duration, mask_url, with_options
+from warmfront.options import (
+    SectionedCommand,
+    UpConfig,
+    fill,
+    flags_of,
+    format_duration,
+    mask_url,
+    warn_of_typed_password,
+    with_options,
+)
 from warmfront.processes import tail
 from warmfront.run_dir import RUN_DIR_ENV, Process, RunDir, write_private
 from warmfront.store import EmbeddedValkey, check_redis, free_port
@@ -66,6 +75,7 @@ def up(**params: Any) -> None:
     if click.get_current_context().get_parameter_source("replicas") is ParameterSource.DEFAULT:
         settings = on_as_many_gpus(settings, params)
     check_settings(settings, params)
+    warn_of_typed_password(click.get_current_context())
     run_dir = RunDir.create()
     try:
         asyncio.run(_Cluster(settings, params, run_dir).run())
@@ -81,7 +91,7 @@ def on_as_many_gpus(settings: UpConfig, params: dict[str, Any]) -> UpConfig:
 
 def check_settings(settings: UpConfig, params: dict[str, Any]) -> None:
     """Refuses what cannot work before anything is started. Raises ``WrongUse``."""
-    unused = {"redis_url": "redis://unused"}
+    unused = {"redis_url": "redis://unused", "redis_password_file": None}
     worker = fill(WorkerConfig, params, **unused, replica_id="w0", listen="127.0.0.1", metrics_port=None)
     for flag, folder in worker.adapter_folders:
         if not folder.is_dir():
@@ -112,7 +122,9 @@ def check_settings(settings: UpConfig, params: dict[str, Any]) -> None:
     if settings.log_dir is not None:
         check_folder(settings.log_dir, "--log-dir")
     if settings.redis_url is not None:
-        check_redis(settings.redis_url)
+        check_redis(settings.redis_url, params["redis_password_file"], fleet=params["fleet"])
+    elif params["redis_password_file"] is not None:
+        raise WrongUse("--redis-password-file needs --redis: the embedded Valkey has a password of its own")
 
 
 def check_certificates(config: RouterConfig) -> None:
@@ -247,7 +259,7 @@ class _Cluster:
 
     def _desired(self, token_file: str) -> dict[str, Any]:
         """The file that the controller works by, and that ``scale`` and ``rollout`` change."""
-        first = self._params["metrics_port"]
+        first, password_file = self._params["metrics_port"], self._params["redis_password_file"]
         # Workers speak to routers of this machine alone. Ray shows each actor one GPU.
         own = {"listen": "127.0.0.1", "insecure_listen": False}
         if first:
@@ -258,6 +270,7 @@ class _Cluster:
         return {
             "fleet": self._params["fleet"],
             "redis": self._redis_url,
+            **({"redis_password_file": str(password_file.absolute())} if password_file is not None else {}),
             "worker_token_file": token_file,
             "suffix": self._suffix,
             "routers": {

@@ -9,15 +9,14 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass, field
 from pathlib import Path
-from urllib.parse import urlsplit
 
 from cache.adapter import is_adapter_name
 from cache.block_hash import ALGORITHMS
 from cache.prefix_cache import EVICTION_POLICIES, EvictionPolicy
+from common.redis_url import RedisUrlError, parse_redis_url
 from common.tls import TlsError, TlsFiles
 
 LOOPBACK_HOSTS = ("127.0.0.1", "::1", "localhost")
-REDIS_SCHEMES = ("redis", "rediss")
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
 
@@ -34,7 +33,8 @@ class WorkerConfig:
     """
 
     replica_id: str  # the name under which this worker registers; a restart keeps it
-    redis_url: str = field(repr=False)  # redis:// or rediss://
+    redis_url: str = field(repr=False)  # may hold a password
+    redis_password_file: Path | None = None  # read for each connection
     fleet: str = "default"
 
     engine: str = "model"  # or "simulated": no model, the time that a cost model says, the rest real
@@ -130,11 +130,12 @@ class WorkerConfig:
         for flag, name in names:
             if not _NAME.fullmatch(name):
                 raise ConfigError(f"{flag} {name!r}: letters, digits, dot, dash and underscore, up to 128")
-        scheme = urlsplit(self.redis_url).scheme
         if not self.redis_url:
             raise ConfigError("--redis is missing: a worker registers in Redis; give a URL like redis://host:6379/0")
-        if scheme not in REDIS_SCHEMES:
-            raise ConfigError(f"--redis: scheme {scheme!r} is none of {', '.join(REDIS_SCHEMES)}")
+        try:
+            parse_redis_url(self.redis_url).check_password_file(self.redis_password_file)
+        except RedisUrlError as error:
+            raise ConfigError(str(error)) from error
         if not 0 <= self.port <= 65535:
             raise ConfigError(f"--port {self.port} is not between 0 and 65535")
         if self.metrics_port is not None and not 0 <= self.metrics_port <= 65535:

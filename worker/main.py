@@ -186,6 +186,7 @@ class Worker:
             heartbeat_s=config.heartbeat_s,
             lease_s=config.lease_s,
             lease=self._service.lease,
+            redis_password_file=config.redis_password_file,
         )
 
     async def _start(self, reporting: asyncio.Task[None], ready: Callable[[str], None] | None) -> bool:
@@ -244,6 +245,7 @@ class Worker:
             RedisSource(
                 config.redis_url,
                 config.prewarm_from_fleet or config.fleet,
+                password_file=config.redis_password_file,
                 own_fleet=config.fleet,
                 own_replica=config.replica_id,
             ),

@@ -13,18 +13,17 @@ import sys
 from array import array
 from collections.abc import Awaitable, Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
 from google.protobuf.message import DecodeError
-from redis import asyncio as aioredis
-from redis.asyncio.retry import Retry
-from redis.backoff import NoBackoff
 from redis.exceptions import RedisError
 from warmfront_pb.v1 import common_pb2
 
 from cache.adapter import Adapter
 from cache.hot import HotDecodeError, HotPrefix, HotSet, Ranked, by_value, decode_hot, merged, saved_tokens
+from common.redis_client import connect_redis
 from worker.adapters import Adapters, UnknownAdapterError
 from worker.batch import SamplingParams
 from worker.engine import Ending, Engine, Piece, Request
@@ -131,20 +130,29 @@ def make_plan(
 class RedisSource:
     """The hot prefixes of one fleet, and the load of the fleets that serve now."""
 
-    def __init__(self, url: str, fleet: str, *, own_fleet: str | None = None, own_replica: str = "") -> None:
-        self._redis: Any = aioredis.from_url(
-            url, retry=Retry(NoBackoff(), 0), socket_timeout=_REDIS_TIMEOUT_S, socket_connect_timeout=_REDIS_TIMEOUT_S
-        )
-        self._prefixes = [f"wf:{{{name}}}:" for name in dict.fromkeys((fleet, own_fleet or fleet))]
+    def __init__(
+        self,
+        url: str,
+        fleet: str,
+        *,
+        password_file: Path | None = None,
+        own_fleet: str | None = None,
+        own_replica: str = "",
+    ) -> None:
+        self._clients: dict[str, Any] = {  # by prefix: two fleets may lie on two nodes of a cluster
+            f"wf:{{{name}}}:": connect_redis(url, fleet=name, timeout_s=_REDIS_TIMEOUT_S, password_file=password_file)
+            for name in dict.fromkeys((fleet, own_fleet or fleet))
+        }
+        self._prefix = f"wf:{{{fleet}}}:"
         self._own_replica = own_replica
 
     async def sets(self) -> tuple[list[HotSet], int]:
         """What each router of the fleet has written, and the time on Redis' clock in milliseconds."""
-        key = f"{self._prefixes[0]}hot"
-        seconds, microseconds = await self._redis.time()
+        key, redis = f"{self._prefix}hot", self._clients[self._prefix]
+        seconds, microseconds = await redis.time()
         found: list[HotSet] = []
-        for router in await self._redis.zrange(key, 0, -1):
-            data = await self._redis.get(f"{key}:{router.decode()}")
+        for router in await redis.zrange(key, 0, -1):
+            data = await redis.get(f"{key}:{router.decode()}")
             if data is None:
                 continue
             try:
@@ -161,18 +169,19 @@ class RedisSource:
     async def pressure(self) -> str:
         """Why the fleet cannot wait, by the leases of its replicas. Raises ``RedisError`` and ``OSError``."""
         leases = []
-        for prefix in self._prefixes:
-            names = [name.decode() for name in await self._redis.zrange(f"{prefix}replicas", 0, -1)]
-            values = await self._redis.mget([f"{prefix}replica:{name}" for name in names]) if names else ()
+        for prefix, redis in self._clients.items():
+            names = [name.decode() for name in await redis.zrange(f"{prefix}replicas", 0, -1)]
+            values = await redis.mget([f"{prefix}replica:{name}" for name in names]) if names else ()
             for data in values:
                 with contextlib.suppress(DecodeError):
                     leases += [common_pb2.ReplicaLease.FromString(data)] if data is not None else []
         return pressure_of(lease for lease in leases if lease.replica != self._own_replica)
 
     async def close(self) -> None:
-        """Close the connection."""
-        with contextlib.suppress(RedisError, OSError):
-            await self._redis.aclose()
+        """Close the connections."""
+        for redis in self._clients.values():
+            with contextlib.suppress(RedisError, OSError):
+                await redis.aclose()
 
 
 def pressure_of(others: Iterable[common_pb2.ReplicaLease]) -> str:

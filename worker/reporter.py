@@ -24,18 +24,18 @@ import time
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
+from pathlib import Path
 from typing import Any
 
 from google.protobuf.message import DecodeError
-from redis import asyncio as aioredis
 from redis.asyncio.client import Pipeline
-from redis.asyncio.retry import Retry
-from redis.backoff import NoBackoff
 from redis.exceptions import RedisError, ResponseError, WatchError
 from warmfront_pb.v1 import common_pb2
 
 from cache.events import EventBatch, Snapshot, encode_batch, encode_snapshot
+from common.redis_client import connect_redis
 from common.redis_keys import is_wrong_type, remove_wrong_types
+from common.redis_url import RedisUrlError, parse_redis_url
 from worker.engine import EngineStoppedError
 
 logger = logging.getLogger(__name__)
@@ -77,17 +77,16 @@ class Reporter:
         heartbeat_s: float,
         lease_s: float,
         lease: Callable[[int], common_pb2.ReplicaLease],
+        redis_password_file: Path | None = None,
         stream_length: int = STREAM_LENGTH,
     ) -> None:
         try:
-            self._redis = aioredis.from_url(
-                redis_url,
-                retry=Retry(NoBackoff(), 0),
-                socket_timeout=_REDIS_TIMEOUT_S,
-                socket_connect_timeout=_REDIS_TIMEOUT_S,
-            )
-        except ValueError as error:
-            raise RegistryError(f"--redis: {error}") from error
+            self._where = parse_redis_url(redis_url).where
+        except RedisUrlError as error:
+            raise RegistryError(str(error)) from error
+        self._redis = connect_redis(
+            redis_url, fleet=fleet, timeout_s=_REDIS_TIMEOUT_S, password_file=redis_password_file
+        )
         prefix = f"wf:{{{fleet}}}:"
         self._fleet = fleet
         self._replica_id = replica_id
@@ -124,7 +123,7 @@ class Reporter:
         try:
             await self._redis.ping()
         except (RedisError, OSError) as error:
-            raise RegistryError(f"--redis: cannot use Redis at {self._where()}: {error}") from error
+            raise RegistryError(f"--redis: cannot use Redis at {self._where}: {error}") from error
         self.is_connected = True
 
     async def join(self, contract: common_pb2.Contract) -> None:
@@ -138,7 +137,7 @@ class Reporter:
                 await self._repair()
                 await self._agree(contract)
         except (RedisError, OSError) as error:
-            raise RegistryError(f"--redis: lost Redis at {self._where()} while joining: {error}") from error
+            raise RegistryError(f"--redis: lost Redis at {self._where} while joining: {error}") from error
         self._contract = contract
 
     def put(self, batch: EventBatch) -> None:
@@ -382,10 +381,6 @@ class Reporter:
         self.num_repairs += 1
         logger.error("redis held a strange entry in key=%s: removed, number %d", self._stream_key, self.num_repairs)
         return True
-
-    def _where(self) -> str:
-        settings = self._redis.connection_pool.connection_kwargs
-        return f"{settings.get('host', 'localhost')}:{settings.get('port', 6379)}"
 
 
 def contract_differences(ours: common_pb2.Contract, theirs: common_pb2.Contract) -> list[str]:

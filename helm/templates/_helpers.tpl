@@ -329,7 +329,13 @@ annotations:
 {{- define "warmfront.egress" -}}
 # Names, and Redis.
 - ports: [{port: 53, protocol: UDP}, {port: 53, protocol: TCP}]
-- ports: [{port: {{ include "warmfront.redisPort" .root }}, protocol: TCP}]
+- ports:
+    - {port: {{ include "warmfront.redisPort" .root }}, protocol: TCP}
+    {{- if include "warmfront.externalRedis" .root }}
+    {{- range .root.Values.redis.external.morePorts }}
+    - {port: {{ int . }}, protocol: TCP}
+    {{- end }}
+    {{- end }}
   {{- if not (include "warmfront.externalRedis" .root) }}
   to:
     - podSelector:

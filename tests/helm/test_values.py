@@ -163,8 +163,7 @@ REFUSED: list[tuple[str, list[str]]] = [
     ("ray.ports.gcs", ["ray.mode=static", "ray.ports.gcs=8000"]),
     ("ray.ports.others", ["ray.mode=static", "ray.ports.others=7998"]),
     ("ray.ports.workers", ["ray.mode=static", "ray.ports.workers=50000"]),
-    ("redis.external", ["redis.external.url=redis+sentinel://s:26379/0"]),
-    ("redis.external", ["redis.external.url=redis+cluster://s:6379"]),
+    ("redis.external", ["redis.external.url=redis+other://s:6379"]),
     ("redis.external.url", ["redis.external.url=redis://:secret@s:6379/0"]),
     ("redis.external.url", ["redis.external.url=redis://s", "redis.external.existingSecret=s"]),
     ("redis.external.caSecret", ["redis.external.caSecret.name=ca"]),
@@ -358,6 +357,7 @@ def test_workers_take_calls_from_their_own_routers_alone(defaults: Objects) -> N
         (["redis.external.url=rediss://r"], 6379),
         (["redis.external.existingSecret=r", "redis.external.port=6380"], 6380),
         (["redis.bundled.port=7000"], 7000),
+        (["redis.external.url=redis+sentinel://r/main", "redis.external.morePorts={6390}"], 6390),
     ],
 )
 def test_redis_is_let_through_on_its_port(helm: Helm, args: list[str], port: int) -> None:

