@@ -109,7 +109,7 @@ metadata:
   {{- include "warmfront.podMetadata" $part | nindent 2 }}
 spec:
   {{- include "warmfront.podPlacement" $part | nindent 2 }}
-  shareProcessNamespace: true # Ray looks after its drivers by their process ids
+  shareProcessNamespace: true # the controller finds its node of Ray among the processes that it sees
   terminationGracePeriodSeconds: 30
   containers:
     - name: head
