@@ -147,11 +147,14 @@ def random_chain(scheme: HashScheme, num_blocks: int) -> BlockChain:
     return chain
 
 
-def pool_times(num_blocks: int, num_requests: int, beside_plain: bool) -> dict[str, tuple[float, float]]:
+def pool_times(
+    num_blocks: int, num_requests: int, beside_plain: bool, num_host_blocks: int = 0
+) -> dict[str, tuple[float, float]]:
     """us per block of each operation, ours and the plain pool's, in pools that are full."""
     scheme = HashScheme()
-    cache, plain = PrefixCache(num_blocks, scheme), PlainPool(num_blocks if beside_plain else 2)
-    for number in range(num_blocks // PROMPT_BLOCKS + 2):
+    cache = PrefixCache(num_blocks, scheme, num_host_blocks=num_host_blocks)
+    plain = PlainPool(num_blocks if beside_plain else 2)
+    for number in range((num_blocks + num_host_blocks) // PROMPT_BLOCKS + 2):
         chain = random_chain(scheme, PROMPT_BLOCKS)
         cache.admit(number, chain)
         cache.commit(number, len(chain))
@@ -168,6 +171,7 @@ def pool_times(num_blocks: int, num_requests: int, beside_plain: bool) -> dict[s
         cache.admit(name, chain, number)
         cache.commit(name, len(chain))
         cache.take_events()
+        cache.take_copies()
         admitted = clock()
         cache.match(chain)
         matched = clock()
@@ -201,6 +205,9 @@ def bench_pool(quick: bool) -> None:
     small = pool_times(10_000, 300, beside_plain=True)
     for name, goal in (("admit", 1.0), ("match", 0.12), ("free", 0.1)):
         report(f"pool {name}", small[name][0], "us/block", goal, "a plain pool", small[name][1])
+    tiered = pool_times(10_000, 300, beside_plain=False, num_host_blocks=40_000)
+    for name in ("admit", "match"):
+        report(f"pool {name}, host memory full too", tiered[name][0], "us/block", 3.0, "without", small[name][0])
     num_blocks = 100_000 if quick else 1_000_000
     scheme = HashScheme()
     (built_s,) = best_of(3, lambda: PrefixCache(num_blocks, scheme))

@@ -1,6 +1,6 @@
 """Which eviction policy keeps the most? Hit rates over a trace, by the definition in docs/reference.md.
 
-    python -P bench/cache_policies.py TRACE [--blocks 5000 10000 ...] [--block-size 16]
+    python -P bench/cache_policies.py TRACE [--blocks 5000 10000 ...] [--block-size 16] [--host-times 4]
 
 TRACE is JSON lines: Mooncake's format (``hash_ids`` of 512-token blocks; outputs take blocks while they run and leave
 none), or lines with ``token_ids`` and ``output_token_ids`` (prompt and output without its last token stay cached).
@@ -9,6 +9,8 @@ policies made prefix-closed, as every policy here must be: in the place of a blo
 
 - ``s3fifo``: S3-FIFO (Yang et al., SOSP 2023): a small first queue, a main queue with reinsertion, a ghost list.
 - ``slru-N``: segmented LRU with N % protected, to see how flat the choice is.
+- ``slru+host``: ``slru`` with a host tier of ``--host-times`` as many blocks behind it; ``from host`` is the part of
+  its hits that came back from there, ``large`` what one device with all those blocks would hit.
 - ``clairvoyant``: evicts what is used again latest (Belady); nobody can do better by much.
 
 Prints one JSON line per number of blocks.
@@ -23,7 +25,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from cache.block_hash import BlockChain, HashScheme, pack_keys
-from cache.prefix_cache import EvictionPolicy, PrefixCache
+from cache.prefix_cache import CacheStats, EvictionPolicy, PrefixCache
 
 MOONCAKE_BLOCK = 512
 SHARES = (10, 20, 30, 50)
@@ -61,8 +63,16 @@ def read(path: Path, block_size: int) -> tuple[list[Request], int]:
 
 def cache_hit_rate(requests: Iterable[Request], num_blocks: int, block_size: int, policy: EvictionPolicy) -> float:
     """The production cache, fed with the trace's block names in the place of hashes."""
+    stats = run_cache(requests, num_blocks, block_size, policy)
+    return stats.num_hit_tokens / stats.num_query_tokens
+
+
+def run_cache(
+    requests: Iterable[Request], num_blocks: int, block_size: int, policy: EvictionPolicy, num_host_blocks: int = 0
+) -> CacheStats:
+    """Its counters after all requests."""
     scheme = HashScheme(block_size=block_size)
-    cache = PrefixCache(num_blocks + 1, scheme, policy=policy)
+    cache = PrefixCache(num_blocks + 1, scheme, policy=policy, num_host_blocks=num_host_blocks)
     for number, request in enumerate(requests):
         chain = scheme.chain([])
         chain.token_ids.frombytes(bytes(4 * request.num_prompt_tokens))
@@ -77,7 +87,8 @@ def cache_hit_rate(requests: Iterable[Request], num_blocks: int, block_size: int
         cache.commit(number, num_kept * block_size)
         cache.free(number)
         cache.take_events()
-    return cache.stats.num_hit_tokens / cache.stats.num_query_tokens
+        cache.take_copies()
+    return cache.stats
 
 
 def name_prompt(chain: BlockChain, names: Sequence[int]) -> None:
@@ -206,12 +217,18 @@ def main() -> None:
     parser.add_argument("trace", type=Path)
     parser.add_argument("--blocks", type=int, nargs="+", default=[5_000, 10_000, 20_000, 50_000])
     parser.add_argument("--block-size", type=int, default=16, help="for traces with token ids")
+    parser.add_argument("--host-times", type=int, default=4, help="blocks of the host tier, times those of the device")
     options = parser.parse_args()
     requests, block_size = read(options.trace, options.block_size)
     for num_blocks in options.blocks:
+        num_host_blocks = options.host_times * num_blocks
+        tiered = run_cache(requests, num_blocks, block_size, "slru", num_host_blocks)
         rates = {
             "lru": cache_hit_rate(requests, num_blocks, block_size, "lru"),
             "slru": cache_hit_rate(requests, num_blocks, block_size, "slru"),
+            "slru+host": tiered.num_hit_tokens / tiered.num_query_tokens,
+            "from host": tiered.num_host_hit_tokens / tiered.num_hit_tokens,
+            "large": cache_hit_rate(requests, num_blocks + num_host_blocks, block_size, "slru"),
             "s3fifo": s3fifo(requests, num_blocks, block_size),
             **{f"slru-{share}": segmented(requests, num_blocks, block_size, share / 100) for share in SHARES},
             "clairvoyant": clairvoyant(requests, num_blocks, block_size),

@@ -552,7 +552,7 @@ class PrefixCache:
                 if not self._is_same(chain, depth):
                     return depth
             return limit
-        low = self._num_on_device(chain, limit)
+        low = _front_end(self._block_of, chain.hashes, 0, limit)
         return low if self._host is None else _front_end(self._host, chain.hashes, low, limit)
 
     def _num_on_device(self, chain: BlockChain, limit: int) -> int:
