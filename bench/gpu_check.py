@@ -2,16 +2,17 @@
 
     python bench/gpu_check.py [--quick] [--device cuda]
 
-Checks every attention backend against the definition of attention and the whole model against the float32 CPU run,
-then prints the table of ``bench/engine.py`` for a random model of 1B shape (Llama 3.2) beside the floors that bandwidth
-and FLOP/s set. One JSON line each; the exit code is 1 when a check fails. Needs torch, numpy and, for the paged kernel,
-triton: no ray, redis, cbor2, gguf or tokenizer. With ``TRITON_INTERPRET=1 --device cpu --quick`` the checks alone run
-in Triton's interpreter.
+Checks every attention backend against the definition of attention, the whole model against the float32 CPU run, and the
+copies to host memory and back against what each block should hold, then prints the table of ``bench/engine.py`` for a
+random model of 1B shape (Llama 3.2) beside the floors that bandwidth and FLOP/s set. One JSON line each; the exit code
+is 1 when a check fails. Needs torch, numpy and, for the paged kernel, triton: no ray, redis, cbor2, gguf or tokenizer.
+With ``TRITON_INTERPRET=1 --device cpu --quick`` the checks alone run in Triton's interpreter.
 """
 
 import argparse
 import json
 import math
+import random
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -22,6 +23,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from cache.events import Tier
+from cache.prefix_cache import BlockCopies
 from worker.attention import Span, make_backend
 from worker.batch import SamplingParams, SequenceSlice, StepBatch
 from worker.kv_store import KVStore, Pages, kv_format
@@ -209,6 +212,41 @@ def check_model(names: Sequence[str], device: torch.device) -> bool:
     return sound
 
 
+def check_host_blocks(device: torch.device) -> bool:
+    """Blocks go to host memory, are overwritten at once, and come back elsewhere: each must hold its own number.
+
+    Nothing waits for the device between the copies, so what is ordered wrongly gets the numbers of others.
+    """
+    store = KVStore(
+        num_layers=2,
+        num_blocks=400,
+        block_size=BLOCK_SIZE,
+        num_kv_heads=8,
+        head_dim=128,
+        dtype=torch.bfloat16,
+        device=device,
+        num_host_blocks=600,
+    )
+    rng, numbers, in_host = random.Random(7), [0] * 400, dict[int, int]()
+    for count in range(100):
+        blocks, places = rng.sample(range(1, 400), 150), rng.sample(range(1, 601), 150)
+        store.copy([BlockCopies(blocks, places, BLOCK_SIZE, Tier.DEVICE, Tier.HOST)])
+        in_host |= {place: numbers[block] for block, place in zip(blocks, places, strict=True)}
+        number = count + 1  # exact in bfloat16
+        store.data.index_fill_(2, torch.tensor(blocks, device=device), number)
+        back = rng.sample(list(in_host), 100)
+        store.copy([BlockCopies(back, blocks[:100], BLOCK_SIZE, Tier.HOST, Tier.DEVICE)])
+        for block in blocks[100:]:
+            numbers[block] = number
+        for place, block in zip(back, blocks, strict=False):
+            numbers[block] = in_host[place]
+    wanted = torch.tensor(numbers[1:], device=device, dtype=torch.bfloat16)
+    held = store.data[:, :, 1:].movedim(2, 0).flatten(1)
+    num_wrong = int((held != wanted[:, None]).any(dim=1).sum())
+    emit("host memory: blocks that do not hold their own", "blocks", value=num_wrong, limit=0)
+    return not num_wrong
+
+
 def figures(names: Sequence[str], device: torch.device) -> None:
     size = 8192
     a = torch.randn(size, size, device=device, dtype=torch.bfloat16)
@@ -217,9 +255,32 @@ def figures(names: Sequence[str], device: torch.device) -> None:
     bandwidth = big.numel() * 2 / timed(lambda: big.sum(), device)
     emit("floor: bf16 matmul 8192", "TFLOP/s", value=flops / 1e12)
     emit("floor: memory read", "GB/s", value=bandwidth / 1e9)
+    _host_figures(device)
     for name in names:
         _figures_of(name, device, flops, bandwidth)
         torch.cuda.empty_cache()
+
+
+def _host_figures(device: torch.device) -> None:
+    """How fast the 1B model's blocks come back, beside one large copy from pinned memory."""
+    pinned, target = torch.empty(2**28, dtype=torch.uint8, pin_memory=True), torch.empty(2**28, dtype=torch.uint8)
+    target = target.to(device)
+    link = 2**28 / timed(lambda: target.copy_(pinned, non_blocking=True), device)
+    loaded = random_weights(BILLION, torch.bfloat16, device)
+    runner = ModelRunner(loaded, num_blocks=1000, block_size=BLOCK_SIZE, num_host_blocks=1000)
+    tokens_per_s = runner.host_tokens_per_s()
+    emit("floor: pinned host memory to the device", "GB/s", value=link / 1e9)
+    emit("host memory: tokens that come back", "tokens/s", value=tokens_per_s, floor=link / runner.kv_bytes_per_token)
+    prompt, blocks = [(index * 31 + index * index) % 128_000 for index in range(4096)], list(range(1, 257))
+    places = blocks[:-2]  # all but 32 tokens
+    runner.copy([BlockCopies(places, places, BLOCK_SIZE, Tier.DEVICE, Tier.HOST)])
+
+    def from_host() -> None:
+        runner.copy([BlockCopies(places, places, BLOCK_SIZE, Tier.HOST, Tier.DEVICE)])
+        _prefill(runner, prompt, 4096 - 32, blocks)
+
+    emit("host memory: TTFT 4096", "ms", value=timed(from_host, device) * 1e3)
+    emit("beside: TTFT cold 4096", "ms", value=timed(lambda: _prefill(runner, prompt, 0, blocks), device) * 1e3)
 
 
 def _figures_of(name: str, device: torch.device, flops: float, bandwidth: float) -> None:
@@ -294,6 +355,7 @@ def main() -> int:
     )
     sound = check_backends(names, dtypes, device)
     sound &= check_model(names, device)
+    sound &= check_host_blocks(device)
     if not options.quick and device.type == "cuda":
         figures(["sdpa", "triton"], device)
     print(json.dumps({"passed": sound}))

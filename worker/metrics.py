@@ -164,7 +164,8 @@ class WorkerMetrics:
         if 2 * stats.num_misses_of_evicted >= stats.num_misses:
             return (
                 f"{stats.num_misses_of_evicted} of {stats.num_misses} misses had stood here and were evicted: "
-                "a larger pool (--kv-blocks), more replicas or fewer tenants per replica would help"
+                "a larger pool (--kv-blocks), host memory behind it (--host-kv-blocks), more replicas or fewer tenants "
+                "per replica would help"
             )
         return (
             f"{stats.num_misses_at_root} of {stats.num_requests} prompts differ in their first block from all before, "
@@ -187,7 +188,9 @@ class _CacheCollector(Collector):
     def collect(self) -> Iterator[Metric]:
         view = self._view()
         stats = view.stats
-        blocks = GaugeMetricFamily("warmfront_worker_kv_blocks", "KV blocks by state.", labels=["state"])
+        blocks = GaugeMetricFamily(
+            "warmfront_worker_kv_blocks", "KV blocks by state; host_* are in host memory.", labels=["state"]
+        )
         blocks.add_metric(["total"], view.num_blocks)
         blocks.add_metric(["used"], view.num_used_blocks)
         blocks.add_metric(["cached"], view.num_cached_blocks)
