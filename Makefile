@@ -6,7 +6,7 @@ RUN = $(VENV)/bin/python -m
 BENCH = $(VENV)/bin/python -P bench
 .DEFAULT_GOAL := help
 
-.PHONY: help up test test-slow soak check lint proto lock bench bench-cache bench-engine bench-workloads bench-router bench-placement bench-rollout clean
+.PHONY: help up test test-slow soak check lint proto lock bench bench-cache bench-engine bench-lora bench-workloads bench-router bench-placement bench-rollout clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{ printf "  make %-14s %s\n", $$1, $$2 }'
@@ -76,7 +76,7 @@ lock: ## rewrite the lock files from pyproject.toml (needs pip-tools on the PATH
 	$(LOCK) --extra all -o - pyproject.toml | tools/lock-filter > requirements.lock
 	$(LOCK) --extra all --extra test --extra dev --constraint requirements.lock -o - pyproject.toml | tools/lock-filter requirements.lock > requirements-dev.lock
 
-bench: bench-cache bench-engine bench-router bench-placement ## every benchmark, as JSON lines
+bench: bench-cache bench-engine bench-lora bench-router bench-placement ## every benchmark, as JSON lines
 
 bench-cache: $(VENV)/.dev ## hashing, block pool, index
 	$(BENCH)/cache.py $(ARGS)
@@ -88,6 +88,9 @@ bench-engine: $(VENV)/.dev $(VENV)/.kernel ## TTFT cold and warm, decode, beside
 
 bench-workloads: $(VENV)/.dev $(VENV)/.kernel ## what caching saves on eight shapes of load, real model (10 minutes; ARGS="--svg FILE")
 	$(BENCH)/workloads.py $(ARGS)
+
+bench-lora: $(VENV)/.dev $(VENV)/.kernel ## what adapters add to a step
+	$(BENCH)/lora.py $(ARGS)
 
 bench-router: $(VENV)/.dev ## what a router costs a request, beside proxies that decide nothing; events; Redis away
 	$(BENCH)/decision.py $(ARGS)

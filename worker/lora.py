@@ -1,8 +1,9 @@
 """LoRA on torch: an adapter's matrices, and what they add to the rows of a step that ask for them.
 
 An adapter adds ``scale * B(A(x))`` to the product of a linear layer (Hu et al., arXiv 2106.09685). The rows of a step
-are grouped by adapter: each group's rows are gathered, go through two small products and are added where they belong.
-Rows without an adapter are not touched, and a step without any pays nothing.
+are grouped by adapter: each group's rows are gathered, go through two small products and are added where they belong;
+where one adapter has all rows they stay where they are. Rows without an adapter are not touched, and a step without any
+pays nothing.
 
 Matrices are laid out as the decoder's layers are: q, k and v are one product there, so theirs are stacked (A one below
 the other, B on a diagonal of blocks), and the scale is part of B. Ranks are padded to a multiple of 4: with that, and
@@ -14,6 +15,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import TypeAlias
 
 import torch
 from torch import Tensor
@@ -21,6 +23,8 @@ from torch.nn import functional
 
 from worker.batch import SequenceSlice
 from worker.models.config import ModelConfig
+from worker.models.linear import Linear
+from worker.models.ops import Ops
 from worker.peft import TENSORS_FILE, AdapterError, PeftConfig, read_config
 from worker.plan import adapter_bytes
 
@@ -42,12 +46,17 @@ _Pairs = dict[str, tuple[Tensor, Tensor]]
 class LowRank:
     """What is added at one place: ``b(a(x))``, the scale being part of ``b``."""
 
-    a: Tensor  # [rank, in]
-    b: Tensor  # [out, rank]
+    a: Linear
+    b: Linear
+    shape: tuple[int, int, int]  # channels in, rank, channels out
 
     def __call__(self, x: Tensor) -> Tensor:
         """``[rows, out]`` of ``x`` ``[rows, in]``."""
-        return functional.linear(functional.linear(x, self.a), self.b)
+        return self.b(self.a(x))
+
+    def plus(self, x: Tensor, product: Tensor) -> Tensor:
+        """The same added to ``product`` ``[rows, out]``."""
+        return self.b.plus(self.a(x), product)
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,12 +69,16 @@ class LoraWeights:
 class LoraReader:
     """Makes weights for one model of an adapter's files. Thread-safe."""
 
-    def __init__(self, config: ModelConfig, *, dtype: torch.dtype, device: torch.device, max_rank: int) -> None:
+    def __init__(
+        self, config: ModelConfig, ops: Ops, *, dtype: torch.dtype, device: torch.device, max_rank: int
+    ) -> None:
+        """``ops`` are the decoder's, so that its products and these have the same promises."""
         self._config = config
+        self._ops = ops
         self._dtype = dtype
         self._device = device
         self._max_rank = max_rank
-        self._shapes = _shapes(config)
+        self._shapes = shapes_of(config)
         self.max_bytes = adapter_bytes(config, max_rank, 4) + _HEADER_BYTES
 
     def __call__(self, config: bytes, tensors: bytes) -> tuple[LoraWeights, int]:
@@ -143,7 +156,8 @@ class LoraReader:
         if not torch.isfinite(b.to(self._dtype)).all():
             raise AdapterError(f"{modules[0]}: lora_alpha makes its values too large for {self._dtype}")
         try:
-            return LowRank(a.to(self._device, self._dtype), b.to(self._device, self._dtype))
+            first, second = (self._ops.linear(one.to(self._device, self._dtype)) for one in (a, b))
+            return LowRank(first, second, (a.shape[1], len(a), len(b)))
         except torch.OutOfMemoryError as error:
             raise AdapterError(f"the device has no memory left for it: {error}") from error
 
@@ -151,15 +165,16 @@ class LoraReader:
 class LoraSet:
     """The adapters that a runner holds. The engine's one thread owns it."""
 
-    def __init__(self, *, deterministic: bool, device: torch.device) -> None:
+    def __init__(self, *, deterministic: bool, dtype: torch.dtype, device: torch.device) -> None:
         self._deterministic = deterministic
+        self._dtype = dtype
         self._device = device
         self._weights: dict[str, LoraWeights] = {}
 
     def add(self, adapter: str, weights: LoraWeights) -> None:
         """Serve it from now on. In mode deterministic it is tried first; raises ``AdapterError`` where that fails."""
         if self._deterministic:
-            _self_test(weights)
+            _self_test(weights, self._dtype)
         self._weights[adapter] = weights
 
     def remove(self, adapter: str) -> None:
@@ -179,7 +194,9 @@ class LoraSet:
             first = end
         if not groups:
             return None
-        parts = []
+        if len(groups) == 1 and not self._deterministic and all(one.lora is not None for one in slices):
+            return LoraRows([(self._weights[adapter], None, None) for adapter in groups])
+        parts: list[_Part] = []
         for adapter, ranges in groups.items():
             rows = torch.cat(ranges)
             # Row 0 pads: it is computed and left out.
@@ -188,22 +205,30 @@ class LoraSet:
         return LoraRows(parts)
 
 
+_Part: TypeAlias = tuple[LoraWeights, Tensor | None, Tensor | None]
+"""An adapter, the rows that it reads, and those of them that it is added to; None: all rows."""
+
+
 class LoraRows:
     """The rows of one step, grouped by adapter."""
 
-    def __init__(self, parts: Sequence[tuple[LoraWeights, Tensor, Tensor]]) -> None:
+    def __init__(self, parts: Sequence[_Part]) -> None:
         self._parts = parts
 
     def add(self, layer: int, site: str, x: Tensor, product: Tensor) -> Tensor:
         """``product`` ``[rows, out]``, in which the rows with an adapter have got what it makes of ``x``."""
         for weights, read, rows in self._parts:
             pair = weights.layers[layer].get(site)
-            if pair is not None:
+            if pair is None:
+                continue
+            if read is None or rows is None:
+                product = pair.plus(x, product)
+            else:
                 product.index_add_(0, rows, pair(x.index_select(0, read))[: len(rows)])
         return product
 
 
-def _shapes(config: ModelConfig) -> dict[str, tuple[int, int, int]]:
+def shapes_of(config: ModelConfig) -> dict[str, tuple[int, int, int]]:
     """By module: its layer, and the widths of its input and output."""
     hidden, inner = config.hidden_size, config.intermediate_size
     q_width, kv_width = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
@@ -224,12 +249,11 @@ def _shapes(config: ModelConfig) -> dict[str, tuple[int, int, int]]:
 
 
 @torch.inference_mode()
-def _self_test(weights: LoraWeights) -> None:
+def _self_test(weights: LoraWeights, dtype: torch.dtype) -> None:
     """Equal rows must give equal bits however many there are; tried once for each shape of this adapter."""
-    shapes = {(pair.a.shape, pair.b.shape): pair for layer in weights.layers for pair in layer.values()}
-    for pair in shapes.values():
-        rank, width = pair.a.shape
-        x = torch.linspace(-2, 2, 260 * width, dtype=torch.float32).sin().view(260, width).to(pair.a.dtype)
+    shapes = {pair.shape: pair for layer in weights.layers for pair in layer.values()}
+    for (width, rank, _), pair in shapes.items():
+        x = torch.linspace(-2, 2, 260 * width, dtype=torch.float32).sin().view(260, width).to(dtype)
         whole = pair(x)
         for count in (4, 8, 12, 20, 64, 256):
             for first in (0, 3):

@@ -88,14 +88,14 @@ class ModelRunner:
             plain_kv=kept.name == "bfloat16",
             cpu_kernel=cpu_kernel,
         )
-        ops = make_ops(
+        self._ops = make_ops(
             self.config,
             exact=self._deterministic,
             dtype=loaded.dtype,
             device=self.device,
             cpu_kernel=cpu_kernel,
         )
-        self._model = Decoder(self.config, loaded.weights, ops)
+        self._model = Decoder(self.config, loaded.weights, self._ops)
         self.kv = KVStore(
             num_layers=self.config.num_layers,
             num_blocks=num_blocks,
@@ -107,7 +107,7 @@ class ModelRunner:
             kept=kept,
             num_host_blocks=num_host_blocks,
         )
-        self._loras = LoraSet(deterministic=self._deterministic, device=self.device)
+        self._loras = LoraSet(deterministic=self._deterministic, dtype=loaded.dtype, device=self.device)
 
     @property
     def attention(self) -> str:
@@ -121,7 +121,7 @@ class ModelRunner:
 
     def lora_reader(self, max_rank: int) -> LoraReader:
         """What makes weights for this model of an adapter's files, in any thread."""
-        return LoraReader(self.config, dtype=self._model.dtype, device=self.device, max_rank=max_rank)
+        return LoraReader(self.config, self._ops, dtype=self._model.dtype, device=self.device, max_rank=max_rank)
 
     def add_adapter(self, adapter: str, weights: LoraWeights) -> None:
         """Slices may name this adapter from now on. Raises ``AdapterError`` where mode deterministic would not hold."""

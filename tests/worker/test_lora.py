@@ -133,6 +133,24 @@ def test_in_mode_fast_a_mixed_step_equals_each_alone_but_for_rounding(folder: Pa
     torch.testing.assert_close(runner.all_logits(StepBatch(slices=slices)), torch.cat(alone), atol=2e-4, rtol=1e-4)
 
 
+@pytest.mark.parametrize("rank", [1, 6, 40])
+def test_in_bfloat16_an_adapter_is_as_close_to_float32_as_the_base_is(tmp_path: Path, rank: int) -> None:
+    # Of a shape that the compiled kernel takes, where it is there.
+    model = random_model("llama", hidden_size=64, head_dim=32, intermediate_size=80)
+    folder = write_folder(model, tmp_path / "model")
+    wide, narrow = runner_of(folder), runner_of(folder, dtype="bfloat16")
+    path = random_adapter(tmp_path / "a", wide.config, rank=rank, size=0.1)
+    for runner in (wide, narrow):
+        add(runner, "a", path)
+    errors = {}
+    for name in (None, "a"):
+        wanted, found = logits_of(wide, PROMPT, lora=name), logits_of(narrow, PROMPT, lora=name)
+        errors[name] = ((found - wanted).std() / wanted.std()).item()
+        chunks = torch.cat([logits_of(narrow, PROMPT, cuts, name)[-5:] for cuts in ((), (74,), (3, 70))])
+        assert ((chunks - wanted[-5:].repeat(3, 1)).std() / wanted.std()).item() < 0.1
+    assert errors["a"] < 3 * errors[None] < 0.1
+
+
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_cold_warm_and_chunked_runs_of_an_adapter_are_bit_identical(folder: Path, dtype: str, tmp_path: Path) -> None:
     runner = with_three(folder, tmp_path, mode="deterministic", dtype=dtype)
