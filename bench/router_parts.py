@@ -100,6 +100,7 @@ async def http_backend(port: str) -> None:
             choice = {"index": 0, "delta": {"content": " word"}, "finish_reason": None}
             event = {**head, "object": "chat.completion.chunk", "choices": [choice]}
             await stream.write(b"data: " + msgspec.json.encode(event) + b"\n\n")
+            await asyncio.sleep(0.001)  # else several events would go as one chunk
 
         await stream.write(b"data: [DONE]\n\n")
         await stream.write_eof()

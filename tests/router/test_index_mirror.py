@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 import random
 import time
 from collections.abc import AsyncIterator
@@ -28,6 +29,7 @@ from tests.router.conftest import Cluster, until
 
 BLOCK = 4
 BLOCKS = 60
+ROUND = 2000  # steps between two heartbeats
 
 
 class Mirrored:
@@ -153,14 +155,14 @@ async def xadd(one: Mirrored, replica: str, entry_id: str, data: bytes) -> None:
     await one.client.xadd(stream, {"b": data}, id=entry_id)
 
 
-@pytest.mark.parametrize("seed", [1, 2])
-async def test_the_index_is_true_after_every_heartbeat(redis_url: str, seed: int) -> None:
+async def drive(redis_url: str, seed: int, num_steps: int) -> None:
+    """Requests, and now and then a fault; once a round of steps a heartbeat, after which the index must be true."""
     rng = random.Random(seed)
     async with mirrored(redis_url, f"model-{seed}", seed) as one:
         for name in ("w0", "w1", "w2"):
             await one.boot(name)
-        for _round in range(12):
-            for _step in range(2000):
+        for _round in range(num_steps // ROUND):
+            for _step in range(ROUND):
                 name = rng.choice(list(one.workers))
                 worker = one.workers[name]
                 one.work(name)
@@ -186,6 +188,17 @@ async def test_the_index_is_true_after_every_heartbeat(redis_url: str, seed: int
                 elif action < 0.0315:
                     await one.forget_everything()
             await one.settle()
+
+
+@pytest.mark.parametrize("seed", [1, 2])
+async def test_the_index_is_true_after_every_heartbeat(redis_url: str, seed: int) -> None:
+    await drive(redis_url, seed, 26_000)
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("seed", range(3, 7))
+async def test_the_index_is_true_after_a_million_steps(redis_url: str, seed: int) -> None:
+    await drive(redis_url, seed, int(250_000 * float(os.environ.get("SOAK_SCALE", "1"))))
 
 
 async def test_a_gap_is_counted_and_healed_by_the_snapshot(redis_url: str) -> None:
