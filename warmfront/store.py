@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import ctypes
 import os
+import random
 import secrets
 import signal
 import socket
@@ -38,6 +39,19 @@ def free_port(host: str = "127.0.0.1") -> int:
         return port
 
 
+def lasting_port(host: str = "127.0.0.1") -> int:
+    """A free port that can be had again after its server has died.
+
+    Not one of those that outgoing connections are given (Linux: from 32768 on): a client that tries such a port again
+    and again while nobody listens will one day be given it as its own, be connected to itself, and hold it.
+    """
+    while True:
+        port = random.randrange(16_384, 32_768)
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind((host, port))
+            return port
+
+
 class EmbeddedValkey:
     """A Valkey server of this cluster alone: 127.0.0.1, a free port, a generated password, nothing on disk."""
 
@@ -55,7 +69,7 @@ class EmbeddedValkey:
         self._log = self._home / "valkey.log"
         self._password = secrets.token_urlsafe(24)
         for _ in range(3):  # somebody else may take the port between the probe and the bind
-            self.port = free_port()
+            self.port = lasting_port()
             self._start()
             if self._wait_ready():
                 return
