@@ -33,7 +33,8 @@ from cache.prefix_index import PrefixIndex
 from router.chain_memo import ChainMemo
 from router.load import LoadBook
 from router.placement import Placement
-from warmfront.replay.simulation import Settings, simulate
+from warmfront.replay.settings import Settings
+from warmfront.replay.simulation import simulate
 from warmfront.replay.trace import Job, Turn, name_blocks
 
 # bench/ is no package and not on the path: cache.py in it would hide ours.

@@ -28,7 +28,8 @@ from typing import Any
 
 from cache.block_hash import HashScheme
 from router.policy import POLICIES, Ask, Candidate, Cost, Decision, Policy, marginal_costs
-from warmfront.replay.simulation import Outcome, Settings, open_loop_speed, oracle_hit_rate, simulate
+from warmfront.replay.settings import Settings
+from warmfront.replay.simulation import Outcome, open_loop_speed, oracle_hit_rate, simulate
 from warmfront.replay.trace import Job, Turn, name_blocks, read_trace
 
 # bench/ is no package and not on the path: cache.py in it would hide ours.

@@ -1,1 +1,1 @@
-"""What a fleet would have done with a trace: the real placement, index and cache under a virtual clock."""
+"""What a fleet would have done with a trace: the real placement, index, cache and scheduler under a virtual clock."""

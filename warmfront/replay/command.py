@@ -20,7 +20,8 @@ from warmfront.errors import WrongUse
 from warmfront.options import ENV_PREFIX, FILE, Duration
 from warmfront.replay.capacity import costs_of
 from warmfront.replay.report import Bounds, as_line, as_object, capacity_table, plot, policy_table
-from warmfront.replay.simulation import Outcome, Settings, open_loop_speed, oracle_hit_rate, simulate
+from warmfront.replay.settings import Settings
+from warmfront.replay.simulation import Outcome, open_loop_speed, oracle_hit_rate, simulate
 from warmfront.replay.trace import MOONCAKE_BLOCK_SIZE, Encode, Job, Turn, name_blocks, read_trace
 
 _DEFAULT_BLOCK_SIZE = 16
@@ -118,8 +119,12 @@ class Policies(click.ParamType[list[str]]):
 )
 @click.option("--prefill-tokens-per-s", type=click.FloatRange(0, min_open=True), default=40_000.0, show_default=True)
 @click.option(
-    "--decode-time", type=Duration(), default="0.1ms", show_default=True, help="Of each further output token."
+    "--decode-time", type=Duration(), default="0.1ms", show_default=True, help="Of a step that makes answers longer."
 )
+@click.option(
+    "--max-num-batched-tokens", type=click.IntRange(min=1), default=512, show_default=True, help="Tokens of one step."
+)
+@click.option("--max-num-seqs", type=click.IntRange(min=1), default=64, show_default=True, help="Requests in one step.")
 @click.option("--event-delay", type=Duration(), default="1ms", show_default=True, help="From a step to the index.")
 @click.option("--heartbeat", type=Duration(), default="1s", show_default=True, help="How often leases tell LRU ages.")
 @click.option("--seed", type=int, default=0, show_default=True, help="Of ties and random choices.")
@@ -151,6 +156,8 @@ def replay(
     host_tokens_per_s: float,
     prefill_tokens_per_s: float,
     decode_time: float,
+    max_num_batched_tokens: int,
+    max_num_seqs: int,
     event_delay: float,
     heartbeat: float,
     seed: int,
@@ -161,7 +168,7 @@ def replay(
     as_json: bool,
     plot_path: Path | None,
 ) -> None:
-    """What a fleet would have done with TRACE: the real placement, index and cache under a virtual clock.
+    """What a fleet would have done with TRACE: the real placement, index, cache and scheduler under a virtual clock.
 
     TRACE is JSON lines, ours (timestamp_ms, session, token_ids | text | messages, output_tokens) or Mooncake's.
     """
@@ -179,6 +186,8 @@ def replay(
         host_tokens_per_s=host_tokens_per_s,
         prefill_tokens_per_s=prefill_tokens_per_s,
         decode_s=decode_time,
+        max_num_batched_tokens=max_num_batched_tokens,
+        max_num_seqs=max_num_seqs,
         in_flight=in_flight,
         speed=speed or (1.0 if open_loop else None),
         num_routers=routers,

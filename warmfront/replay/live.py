@@ -30,13 +30,12 @@ from warmfront.client import Client
 from warmfront.errors import Failure, WrongUse
 from warmfront.options import format_duration
 from warmfront.processes import child_environment, last_line
-from warmfront.replay.simulation import IN_FLIGHT_PER_REPLICA, Outcome, Progress, Settings
+from warmfront.replay.settings import IN_FLIGHT_PER_REPLICA, Settings
+from warmfront.replay.simulation import Outcome, Progress
 from warmfront.replay.trace import MOONCAKE_BLOCK_SIZE, Turn
 from warmfront.store import EmbeddedValkey, die_with_parent, free_port
 
 _MAX_BLOCK_SIZE = 256
-_STEP_TOKENS = 128  # small steps come near to one prompt at a time
-_MAX_NUM_SEQS = 64
 _START_DEADLINE_S = 120.0
 _REQUEST_DEADLINE_S = 600.0
 _TOKENS_OF_RECORDS = 60_000  # token ids for hash ids are drawn below this
@@ -99,7 +98,8 @@ async def _cluster(
         worker += ["--block-size", f"{block_size}", "--time-scale", f"{time_scale}"]
         worker += ["--prefill-tokens-per-s", f"{settings.prefill_tokens_per_s}"]
         worker += ["--decode-time", format_duration(settings.decode_s)]
-        worker += ["--max-num-batched-tokens", f"{_STEP_TOKENS}", "--max-num-seqs", f"{_MAX_NUM_SEQS}"]
+        worker += ["--max-num-batched-tokens", f"{settings.max_num_batched_tokens}"]
+        worker += ["--max-num-seqs", f"{settings.max_num_seqs}"]
         processes.append(_start(worker, directory / "worker.log"))
         routers = []
         for number in range(settings.num_routers):

@@ -1,57 +1,41 @@
-"""A fleet under a virtual clock: the router's own placement, index and load book, and each replica's own cache.
+"""A fleet under a virtual clock: the router's placement, index and load book, the worker's scheduler and cache.
 
-What is simulated is time. A replica prefills one prompt at a time, in order of arrival, at so many uncached tokens per
-second, after what comes back from its host memory at so many others; the answer's further tokens take a fixed time each
-and do not slow the next prompt down. A prompt waits while the blocks for it and its answer are short. The router hears
-of a replica's cache events after a delay, and of its LRU age once per heartbeat, as in life.
+What is simulated is time: see ``replica``. Routers hear of a replica's cache events after a delay and of its LRU age
+once per heartbeat; what one router has sent, the others hear some milliseconds later, as in life.
 """
 
 from __future__ import annotations
 
 import heapq
 import random
-from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import count
 
 import numpy as np
+from warmfront_pb.v1 import router_pb2
 
 from cache.block_hash import HashScheme
 from cache.events import EventBatch
 from cache.prefix_cache import PrefixCache
 from cache.prefix_index import PrefixIndex
-from router.load import LoadBook
-from router.placement import Placed, Placement
+from router.load import Journal, LoadBook, Ticket
+from router.peer_loads import PeerLoads, batch_of
+from router.placement import Placement
 from router.policy import POLICIES, Policy
 from warmfront.errors import WrongUse
+from warmfront.replay.replica import Flight, Replica
+from warmfront.replay.settings import IN_FLIGHT_PER_REPLICA, Settings
 from warmfront.replay.trace import Job
 
 Progress = Callable[[int], None]
 """Is told how many requests have ended."""
 
 _PROGRESS_STEP = 64
-IN_FLIGHT_PER_REPLICA = 4  # in a closed loop, where the caller does not say
-_GENERATION = "0"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Settings:
-    """A fleet and how it is loaded."""
-
-    policy: str = "warmfront"
-    num_replicas: int = 8
-    kv_blocks: int  # of each replica, without the scratch block
-    host_kv_blocks: int = 0  # of each replica, in host memory
-    prefill_tokens_per_s: float = 40_000.0
-    host_tokens_per_s: float = 400_000.0  # that come back from host memory
-    decode_s: float = 0.0  # per output token after the first
-    in_flight: int | None = None  # closed loop: so many requests at once; None: 4 per replica
-    speed: float | None = None  # open loop: requests come as in the trace, so many times as fast
-    num_routers: int = 1  # requests go to them in turn
-    event_delay_s: float = 0.001  # from a replica's step to the routers' index
-    heartbeat_s: float = 1.0
-    seed: int = 0  # of ties and of random choices
+_BOOT = "0"
+STEPS_PERIOD_S = 0.004  # a router tells the others what it has done; as in ``router.shared_load``
+STEPS_DELAY_S = 0.001  # and so much later they know
 
 
 @dataclass(slots=True)
@@ -130,6 +114,8 @@ def open_loop_speed(jobs: Sequence[Job], scheme: HashScheme, settings: Settings,
     What it can do is measured: a closed loop under the default policy with 4 requests in flight per replica.
     """
     closed = Settings(
+        max_num_batched_tokens=settings.max_num_batched_tokens,
+        max_num_seqs=settings.max_num_seqs,
         num_replicas=settings.num_replicas,
         kv_blocks=settings.kv_blocks,
         host_kv_blocks=settings.host_kv_blocks,
@@ -157,8 +143,10 @@ class _Router:
     """One router's knowledge."""
 
     def __init__(self, settings: Settings, rules: Mapping[str, Policy], number: int) -> None:
+        self.name = f"router-{number}"
         self.index = PrefixIndex()
         self.loads = LoadBook()
+        self.peers = PeerLoads(self.loads, self.name, _BOOT)
         rng = random.Random(f"{settings.seed} {number}")
         self.placement = Placement(self.index, self.loads, settings.policy, rng, rules)
 
@@ -174,35 +162,6 @@ class _CacheView:
     host_tokens_per_s: float
     prefix_caching: bool = True
     lru_age_s: float = 0.0
-
-
-class _Replica:
-    """A replica as it is; its cache belongs to it alone."""
-
-    def __init__(self, name: str, number: int, scheme: HashScheme, settings: Settings) -> None:
-        self.name = name
-        self.number = number
-        self.cache = PrefixCache(
-            settings.kv_blocks + 1,
-            scheme,
-            replica=name,
-            generation=_GENERATION,
-            num_host_blocks=settings.host_kv_blocks,
-        )
-        self.view = _CacheView(settings.kv_blocks, settings.host_kv_blocks, settings.host_tokens_per_s)
-        self.waiting: deque[_Flight] = deque()
-        self.prefilling: _Flight | None = None
-
-
-@dataclass(slots=True)
-class _Flight:
-    """A request under way."""
-
-    number: int
-    job: Job
-    placed: Placed
-    replica: _Replica
-    sent_s: float
 
 
 class Simulation:
@@ -222,12 +181,21 @@ class Simulation:
         self._progress = progress
         self.routers = [_Router(settings, rules, number) for number in range(settings.num_routers)]
         self.replicas = {
-            (name := f"r{number}"): _Replica(name, number, scheme, settings) for number in range(settings.num_replicas)
+            (name := f"r{number}"): Replica(name, number, scheme, settings) for number in range(settings.num_replicas)
         }
-        self._views = {name: replica.view for name, replica in self.replicas.items()}
+        self._views = {
+            name: _CacheView(settings.kv_blocks, settings.host_kv_blocks, settings.host_tokens_per_s)
+            for name in self.replicas
+        }
+        self._tickets: dict[int, Ticket] = {}  # of the requests under way
+        self._now = 0.0
+        if len(self.routers) > 1:
+            for router in self.routers:
+                router.loads.journal = Journal(partial(self._tell_later, router))
+        self._expected: dict[str, float] = {}  # by replica: the end of its step that stands in the calendar
+        self._telling: set[str] = set()  # routers whose newest steps are about to be told
         self._outcome = Outcome(settings)
         self._outcome.requests_of = [0] * settings.num_replicas
-        self._outcome.prefill_of = [0] * settings.num_replicas
         self._calendar: list[tuple[float, int, Callable[[float], None]]] = []
         self._entries = count()
         self._num_sent = 0
@@ -255,11 +223,13 @@ class Simulation:
         now = start_s
         while self._calendar:
             now, _, act = heapq.heappop(self._calendar)
+            self._now = now
             act(now)
         assert self._num_ended == len(self._jobs), f"{len(self._jobs) - self._num_ended} requests never ended"
         if self._progress is not None:
             self._progress(self._num_ended)
         self._outcome.final_caches = [replica.cache for replica in self.replicas.values()]
+        self._outcome.prefill_of = [replica.num_computed_tokens for replica in self.replicas.values()]
         return self._outcome
 
     def _at(self, when_s: float, act: Callable[[float], None]) -> None:
@@ -280,7 +250,7 @@ class Simulation:
         if self._sendable:
             self._send(heapq.heappop(self._sendable), now)
 
-    def _ended(self, flight: _Flight, now: float) -> None:
+    def _ended(self, flight: Flight, now: float) -> None:
         self._num_ended += 1
         self._outcome.makespan_s = now - (0.0 if self._settings.speed is None else self._arrival_s(0))
         if self._progress is not None and not self._num_ended % _PROGRESS_STEP:
@@ -307,22 +277,33 @@ class Simulation:
         replica = self.replicas[placed.replica]
         self._outcome.regret_tokens += placed.decision.regret_tokens
         self._outcome.requests_of[replica.number] += 1
-        replica.waiting.append(_Flight(number, job, placed, replica, now))
-        self._prefill_next(replica, now)
+        self._tickets[number] = placed.ticket
+        replica.add(Flight(number, job, now), now)
+        self._expect_end(replica)
+
+    def _tell_later(self, router: _Router) -> None:
+        """What a router has done reaches the others with what else it does until then."""
+        if router.name not in self._telling:
+            self._telling.add(router.name)
+            self._at(self._now + STEPS_PERIOD_S, lambda at: self._tell(router, at))
+
+    def _tell(self, router: _Router, now: float) -> None:
+        self._telling.remove(router.name)
+        assert router.loads.journal is not None
+        batch = batch_of(router.name, _BOOT, router.loads.journal.take())
+        self._at(now + STEPS_DELAY_S, lambda at: self._hear(batch, at))
+
+    def _hear(self, batch: router_pb2.DispatchBatch, now: float) -> None:
+        for router in self.routers:  # its own steps a router leaves out
+            router.peers.take(batch, now)
 
     def _beat(self, now: float) -> None:
         """The leases that have come due."""
         if now < self._beat_at_s:
             return
-        for replica in self.replicas.values():
-            replica.view.lru_age_s = replica.cache.lru_age_s(now)
+        for name, replica in self.replicas.items():
+            self._views[name].lru_age_s = replica.cache.lru_age_s(now)
         self._beat_at_s = now + self._settings.heartbeat_s
-
-    def _report(self, replica: _Replica, now: float) -> None:
-        """The replica's new events are on their way to every router."""
-        batch = replica.cache.take_events()
-        if batch is not None:
-            self._at(now + self._settings.event_delay_s, lambda at: self._apply(replica.name, batch, at))
 
     def _apply(self, replica: str, batch: EventBatch, now: float) -> None:
         for router in self.routers:
@@ -330,55 +311,41 @@ class Simulation:
 
     # The replicas
 
-    def _prefill_next(self, replica: _Replica, now: float) -> None:
-        if replica.prefilling is not None or not replica.waiting:
-            return
-        flight = replica.waiting[0]
-        job, cache = flight.job, replica.cache
-        admission = cache.admit(flight.number, job.chain(self._scheme), now)
-        if admission is None:
-            return  # tried again when a request ends
-        if not cache.append(flight.number, _answer(job), now):
-            cache.free(flight.number, now)
-            return
-        cache.take_copies()  # nothing lies in these blocks
-        replica.waiting.popleft()
-        replica.prefilling = flight
-        num_missing = job.turn.num_tokens - admission.num_cached_tokens
-        self._outcome.num_prompt_tokens += job.turn.num_tokens
-        self._outcome.num_hit_tokens += admission.num_cached_tokens
-        self._outcome.prompt_tokens.append(job.turn.num_tokens)
-        self._outcome.hit_tokens.append(admission.num_cached_tokens)
-        self._outcome.prefill_of[replica.number] += num_missing
-        service_s = num_missing / self._settings.prefill_tokens_per_s
-        service_s += admission.num_host_tokens / self._settings.host_tokens_per_s
-        self._at(now + service_s, lambda at: self._first_token(flight, at))
+    def _expect_end(self, replica: Replica) -> None:
+        """Of the step that the replica is in; one that was expected before may have become another."""
+        ends_at_s = replica.ends_at_s
+        if ends_at_s is not None and self._expected.get(replica.name) != ends_at_s:
+            self._expected[replica.name] = ends_at_s
+            self._at(ends_at_s, lambda at: self._end_step(replica, at))
 
-    def _first_token(self, flight: _Flight, now: float) -> None:
-        replica, turn = flight.replica, flight.job.turn
-        replica.cache.commit(flight.number, turn.num_tokens)
-        flight.placed.ticket.first_token(now)
-        self._outcome.ttft_s.append(now - flight.sent_s)
-        self._outcome.first_token_at_s.append(now)
-        decode_s = (turn.num_output_tokens - 1) * self._settings.decode_s
-        replica.prefilling = None
-        if decode_s:
-            self._report(replica, now)
-            self._at(now + decode_s, lambda at: self._last_token(flight, at))
-            self._prefill_next(replica, now)
-        else:
-            self._last_token(flight, now)
+    def _end_step(self, replica: Replica, now: float) -> None:
+        if replica.ends_at_s != now or self._expected.get(replica.name) != now:
+            return  # it ended earlier
+        del self._expected[replica.name]
+        result = replica.end(now)
+        for flight in result.begun:
+            self._first_token(flight, now)
+        for flight in result.ended:
+            kept = flight.job.all_keys[len(flight.job.keys) : _num_kept(flight.job) // self._scheme.block_size]
+            self._tickets.pop(flight.number).close(now, replica.cache.last_seq, kept)
+        batch = result.events
+        if batch is not None:
+            self._at(now + self._settings.event_delay_s, lambda at: self._apply(replica.name, batch, at))
+        replica.begin(now)
+        self._expect_end(replica)
+        for flight in result.ended:
+            self._ended(flight, now)
 
-    def _last_token(self, flight: _Flight, now: float) -> None:
-        replica, job = flight.replica, flight.job
-        num_kept = _num_kept(job)
-        replica.cache.commit(flight.number, num_kept)
-        replica.cache.free(flight.number, now)
-        output_keys = job.all_keys[len(job.keys) : num_kept // self._scheme.block_size]
-        flight.placed.ticket.close(now, replica.cache.last_seq, output_keys)
-        self._report(replica, now)
-        self._prefill_next(replica, now)
-        self._ended(flight, now)
+    def _first_token(self, flight: Flight, now: float) -> None:
+        self._tickets[flight.number].first_token(now)
+        num_tokens = flight.job.turn.num_tokens
+        outcome = self._outcome
+        outcome.num_prompt_tokens += num_tokens
+        outcome.num_hit_tokens += flight.num_cached
+        outcome.prompt_tokens.append(num_tokens)
+        outcome.hit_tokens.append(flight.num_cached)
+        outcome.ttft_s.append(now - flight.sent_s)
+        outcome.first_token_at_s.append(now)
 
 
 def _answer(job: Job) -> np.ndarray[tuple[int], np.dtype[np.int32]]:

@@ -8,6 +8,7 @@ one is partial unless the length divides. Its answers have no ids: they take roo
 
 from __future__ import annotations
 
+import itertools
 import json
 from array import array
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -22,6 +23,7 @@ from warmfront.errors import WrongUse
 MOONCAKE_BLOCK_SIZE = 512
 _LAST_GAP_S = 3.0  # of a Mooncake trace, whose clock ticks every 3 s: how long its last tick lasts
 _NAME_BYTES = 8
+_nobodys_names = itertools.count(1 << 63)
 
 Encode: TypeAlias = Callable[[dict[str, Any]], "array[int]"]
 """From a line with ``text`` or ``messages`` to token ids."""
@@ -55,14 +57,16 @@ class Job:
 
 
 class NamedChain(BlockChain):
-    """A chain whose names were made before: it grows by counting. Its ``token_ids`` are left empty."""
+    """A chain whose names were made before: it grows by counting. Its ``token_ids`` only have the right number."""
 
     __slots__ = ("_job", "_num_tokens")
+    token_ids: Sequence[int]  # type: ignore[assignment]
 
     def __init__(self, scheme: HashScheme, job: Job) -> None:
         super().__init__(scheme, ())
         self._job = job
         self._num_tokens = job.turn.num_tokens
+        self.token_ids = range(self._num_tokens)
         self.hashes = list(job.all_hashes[: len(job.keys)])
         self.keys = job.keys[:]
 
@@ -75,9 +79,14 @@ class NamedChain(BlockChain):
             return
         start = len(self.hashes)
         self._num_tokens += len(token_ids)
+        self.token_ids = range(self._num_tokens)
         end = self._num_tokens // self.scheme.block_size
         self.hashes += self._job.all_hashes[start:end]
         self.keys += self._job.all_keys[start:end]
+        while len(self.hashes) < end:  # of an answer whose tokens nobody knows
+            name = next(_nobodys_names)
+            self.hashes.append(name.to_bytes(_NAME_BYTES, "big"))
+            self.keys.append(name)
 
 
 def read_trace(path: Path, encode: Encode | None = None, limit: int | None = None) -> list[Turn]:
