@@ -154,7 +154,7 @@ class Replica:
             replica=self.name,
             generation=self.generation,
             heartbeat=heartbeat,
-            protocol_version=1,
+            protocol_version=2,
             address=self._address,
             state=common_pb2.READY if self._address else common_pb2.STARTING,
             contract=self.contract,

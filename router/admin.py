@@ -8,6 +8,7 @@ from warmfront_pb.v1 import admin_pb2, common_pb2
 from router.dispatch import Dispatcher
 from router.errors import InvalidRequestError, NoReplicaReadyError, NotFoundError
 from router.fleet import Fleet, Member
+from router.registry import PROTOCOL_VERSION
 from router.worker_client import WorkerError
 
 _DRAIN_TIMEOUT_S = 5.0
@@ -48,7 +49,12 @@ class Admin:
             "full_replicas": listed.queue.full_replicas,
         }
         replicas = [_replica_json(one) for one in listed.replicas]
-        return {"fleet": listed.fleet, "replicas": replicas, "queue": queue}
+        return {
+            "fleet": listed.fleet,
+            "protocol_version": PROTOCOL_VERSION,
+            "replicas": replicas,
+            "queue": queue,
+        }
 
     async def drain(self, replica: str, deadline_ms: int = 0) -> int:
         """Let a replica end its requests and leave; how many it still answers. Raises ``RouterError``."""

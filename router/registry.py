@@ -22,8 +22,8 @@ from common.redis_keys import is_wrong_type
 
 log = logging.getLogger(__name__)
 
-PROTOCOL_VERSION = 1
-SUPPORTED_PROTOCOLS = (1,)  # ours and the one before: a rolling update mixes them
+PROTOCOL_VERSION = 2
+SUPPORTED_PROTOCOLS = (PROTOCOL_VERSION, PROTOCOL_VERSION - 1)  # ours and the one before: a rolling update mixes them
 
 READY = common_pb2.READY
 _COMPARED_FIELDS = [field.name for field in common_pb2.Contract.DESCRIPTOR.fields]

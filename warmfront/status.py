@@ -100,6 +100,11 @@ def render(answer: dict[str, Any], url: str) -> RenderableType:
         table.rows.append(row)
         remarks = (replica.get(key) for key in ("hit_rate_verdict", "fault"))
         notes += [Text(f"{replica['id']}: {remark}") for remark in remarks if remark]
+        theirs, ours = replica.get("protocol_version", 0), answer.get("protocol_version", 0)
+        if theirs < ours and not replica.get("fault"):
+            notes.append(
+                Text(f"{replica['id']}: speaks protocol {theirs}, this router {ours}: it is of the version before")
+            )
     queue = answer.get("queue")
     if queue and queue["requests"]:
         notes.append(Text(_queue(queue), style="yellow"))

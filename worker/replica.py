@@ -16,7 +16,7 @@ from worker.config import WorkerConfig
 from worker.engine import EngineSnapshot, Runner
 from worker.metrics import HitRates
 
-PROTOCOL_VERSION = 1
+PROTOCOL_VERSION = 2  # 2: adapters, blocks in host memory, ExplainCache; routers of 2 work with workers of 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

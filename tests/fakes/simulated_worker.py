@@ -82,7 +82,7 @@ class Spec:
     heartbeat_s: float = 0.1
     lease_s: float = 1.0
     max_queue: int = 1000
-    protocol_version: int = 1
+    protocol_version: int = 2
     own_contract: bool = False  # register with a contract of its own, whatever the fleet's is
 
 
@@ -111,9 +111,12 @@ class SimulatedWorker(worker_pb2_grpc.WorkerServicer):
         self._reporting = asyncio.Lock()
         self._redis = redis_asyncio.from_url(spec.redis_url, protocol=2, socket_timeout=1, retry=None)
         self._server = grpc.aio.server(options=(("grpc.so_reuseport", 0),))
-        worker_pb2_grpc.add_WorkerServicer_to_server(self, self._server)
+        self.register(self._server)
         self._task: asyncio.Task[None] | None = None
         self._is_stopped = False
+
+    def register(self, server: grpc.aio.Server) -> None:
+        worker_pb2_grpc.add_WorkerServicer_to_server(self, server)
 
     async def start(self) -> SimulatedWorker:
         port = self._server.add_insecure_port("127.0.0.1:0")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import socket
 import time
 import uuid
 from collections.abc import Callable, Iterator
@@ -211,3 +212,39 @@ def test_a_controller_that_is_killed_adopts_what_runs_and_goes_on(local_ray: Non
         wait_for(lambda: status()["groups"]["worker"]["phase"] == "steady")
         assert not {one["pid"] for one in status()["parts"]} & set(pids.values())
         assert {one["revision"] for one in status()["parts"]} == {good.revision}
+
+
+def test_an_orphan_whose_id_a_newer_boot_holds_stops_serving_and_does_not_come_back(
+    local_ray: None, redis_url: str, tmp_path: Path
+) -> None:
+    import redis
+    from warmfront_pb.v1 import common_pb2
+
+    from router.registry import FleetKeys
+    from warmfront.actors import RayLauncher
+
+    settings = {"redis": redis_url, "engine": "simulated", "model": "bytes", "kv_blocks": 100, "heartbeat": "200ms"}
+    group = Group(role="worker", count=1, settings=settings)
+    wish = Desired(fleet="default", redis_url=redis_url, groups=(group,))
+    controller = Controller(lambda: wish, RayLauncher, tmp_path, WatchTiming(period_s=0.2))
+    status_file = tmp_path / STATUS_FILE
+
+    def status() -> dict[str, Any]:
+        return json.loads(status_file.read_text()) if status_file.exists() else {"parts": []}
+
+    try:
+        wait_for(lambda: part(status())["state"] == "READY")
+        address = part(status())["address"]
+        with redis.Redis.from_url(redis_url) as client:
+            newer = common_pb2.ReplicaLease(replica="w0", generation="ffffffffffff-000000", state=common_pb2.READY)
+            client.set(FleetKeys("default").replica("w0"), newer.SerializeToString(), px=60_000)
+            wait_for(lambda: status()["groups"]["worker"]["held_out"] == ["w0"])
+            assert status()["parts"] == [], "no other takes the id back"
+            kept = client.get(FleetKeys("default").replica("w0"))
+            assert kept == newer.SerializeToString(), "the newer one's lease is left alone"
+            client.delete(FleetKeys("default").replica("w0"))
+        host, port = address.split(":")
+        with pytest.raises(ConnectionRefusedError):
+            socket.create_connection((host, int(port)), timeout=5)
+    finally:
+        controller.stop()

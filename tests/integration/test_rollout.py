@@ -1,0 +1,69 @@
+"""A rolling replacement of real models: nobody meets a cold system prompt on a new worker."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import httpx
+import pytest
+
+from tests.integration.cluster import ROOT, LocalCluster, cluster, wait_until
+
+SMALL = ("--kv-blocks", "1500", "--max-model-len", "2048", "--dtype", "float32", "--heartbeat", "500ms")
+SYSTEM = (
+    "You are the archivist of a small museum of clocks. You answer in one plain sentence, you never make up a maker's "
+    "name, and where the archive says nothing you say so. Dates are given as years. Prices are never named. "
+) * 3
+
+
+def ask(one: LocalCluster, question: str) -> tuple[str, int]:
+    """The replica that answered, and its cached tokens."""
+    body = {
+        "model": "SmolLM2-135M-Instruct",
+        "messages": [{"role": "system", "content": SYSTEM}, {"role": "user", "content": question}],
+        "max_tokens": 8,
+        "temperature": 0,
+    }
+    answer = httpx.post(f"{one.http}/v1/chat/completions", json=body, timeout=240).raise_for_status()
+    usage = answer.json()["usage"]
+    return answer.headers["x-warmfront-replica"], usage["prompt_tokens_details"]["cached_tokens"]
+
+
+def warmfront(*arguments: str) -> str:
+    done = subprocess.run(
+        [sys.executable, "-m", "warmfront", *arguments],
+        env={**os.environ, "PYTHONPATH": f"{ROOT}:{ROOT / 'proto'}"},
+        capture_output=True,
+        text=True,
+        timeout=900,
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1500)
+def test_the_first_request_on_each_new_worker_hits_the_hot_system_prompt(tmp_path: Path, redis_url: str) -> None:
+    fleet = ("--redis", redis_url, "--fleet", "rolled")
+    with cluster(tmp_path, "--replicas", "2", "--without-ray", *fleet, *SMALL) as one:
+        for number in range(8):
+            ask(one, f"Who repaired the clock with number {number}?")
+        old = set(one.replicas())
+        wait_until(lambda: ask(one, "What stands in room 3?")[1] > 0 or None, guard_s=60, what="a warm system prompt")
+
+        wait_until(lambda: warmfront("hot", "--json", *fleet).strip(), guard_s=120, what="a hot prefix")
+        assert "every worker is replaced" in warmfront("rollout", "--ready-file", str(one.ready_file))
+        new = wait_until(lambda: {*one.replicas()} - old or None, guard_s=60, what="new workers")
+
+        first: dict[str, int] = {}
+        for number in range(40):
+            replica, cached = ask(one, f"Which year is engraved on the case of clock {number}, and by whom?")
+            first.setdefault(replica, cached)
+            if new <= first.keys():
+                break
+        print(f"first request on each new worker, cached tokens: {first}")
+        assert new <= first.keys()
+        assert all(cached > 0 for cached in first.values()), first
