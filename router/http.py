@@ -37,7 +37,7 @@ from router.http_protocol import guarded
 from router.lora_admin import LoraAdmin
 from router.metrics import RouterMetrics
 from router.request import Work, model_not_found
-from router.service import EXPLAIN_HEADER, request_id_of
+from router.service import EXPLAIN_HEADER, hint_of, request_id_of
 
 log = logging.getLogger(__name__)
 
@@ -217,7 +217,7 @@ class HttpFront:
         if isinstance(asked, str):
             return _json(as_json(explain(await self._dispatcher.explain_past(asked))))
         request, session = asked
-        record = await self._dispatcher.explain(request, http.headers.get("x-warmfront-session", "") or session)
+        record = await self._dispatcher.explain(request, hint_of(http.headers) or session)
         return _json(as_json(explain(record)))
 
     async def _reset_cache(self, http: Request) -> Response:
@@ -328,7 +328,7 @@ class _Answer:
         self._requests = requests
         self._is_chat = is_chat
         self._request_id = request_id
-        self._session = http.headers.get("x-warmfront-session", "") or body.prompt_cache_key or ""
+        self._session = hint_of(http.headers) or body.prompt_cache_key or ""
         trusts = front._config.trust_tenant_header
         self._tenant = http.headers.get("x-warmfront-tenant", "") if trusts else ""
         self._route = Route()  # of the first prompt: what the headers tell

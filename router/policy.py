@@ -27,7 +27,7 @@ _MAX_AGE_RATIO = 4.0
 USUAL_HOST_TOKEN_COST = 0.1
 _SPEED_NOISE = 1.5  # learned speeds of equal replicas differ by less
 _LOAD_BOUND = 1.25  # consistent_hash: no replica above this times the mean of requests in flight
-_LOAD_FLOOR = 2  # and the bound is never below this many
+_LOAD_FLOOR = 2  # and the bound is never below this many; also how many more a hint's home may have in flight
 
 
 @dataclass(slots=True)
@@ -146,14 +146,26 @@ def marginal_costs(
 
 
 def _warmfront(ask: Ask, candidates: Sequence[Candidate], rng: random.Random) -> Decision:
-    costs = marginal_costs(ask.num_tokens, candidates)
-    return _decide(candidates, [cost.total_s for cost in costs], rng, costs)
+    return _cheapest(ask, candidates, rng, marginal_costs(ask.num_tokens, candidates))
 
 
 def _warmfront_sticky(ask: Ask, candidates: Sequence[Candidate], rng: random.Random) -> Decision:
     """The default with more regard for what lies warm: about 2 % more hits, the work less evenly spread."""
     costs = marginal_costs(ask.num_tokens, candidates, own_weight=2.1, displacement_weight=3.0)
-    return _decide(candidates, [cost.total_s for cost in costs], rng, costs)
+    return _cheapest(ask, candidates, rng, costs)
+
+
+def _cheapest(ask: Ask, candidates: Sequence[Candidate], rng: random.Random, costs: list[Cost]) -> Decision:
+    """The lowest cost. A hint says who of equally cheap ones it is: equal hints have one home while load allows it."""
+    scores = [cost.total_s for cost in costs]
+    if ask.has_session:
+        best = min(scores)
+        tied = [c for c, score in zip(candidates, scores, strict=True) if score == best]
+        if len(tied) > 1:
+            fewest = min(c.in_flight for c in tied)
+            tied = [c for c in tied if c.in_flight <= fewest + _LOAD_FLOOR]
+            return _take(candidates, _rendezvous(ask.affinity, tied)[0], costs, scores)
+    return _decide(candidates, scores, rng, costs)
 
 
 def _predicted_ttft(ask: Ask, candidates: Sequence[Candidate], rng: random.Random) -> Decision:

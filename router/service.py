@@ -8,7 +8,7 @@ import logging
 import re
 import secrets
 import socket
-from collections.abc import Awaitable, Sequence
+from collections.abc import Awaitable, Mapping, Sequence
 from contextlib import aclosing
 from typing import Any, TypeVar
 
@@ -46,6 +46,11 @@ Context = grpc.aio.ServicerContext[Any, Any]
 def request_id_of(given: str | None) -> str:
     """The client's own id where it has a usable one, else a new one."""
     return given if given and _REQUEST_ID.fullmatch(given) else secrets.token_hex(12)
+
+
+def hint_of(headers: Mapping[str, str]) -> str:
+    """What the client says its requests have in common, over HTTP or gRPC: a session, or else a routing key."""
+    return headers.get("x-warmfront-session", "") or headers.get("x-warmfront-routing-key", "")
 
 
 class GrpcFront:
@@ -177,7 +182,7 @@ class GrpcFront:
                 _parsed(await self._read(context)),
                 request_id=request_id,
                 timeout_s=context.time_remaining(),
-                session=metadata.get("x-warmfront-session", ""),
+                session=hint_of(metadata),
                 tenant=metadata.get("x-warmfront-tenant", "") if self._config.trust_tenant_header else "",
             )
             async with aclosing(self._dispatcher.generate(work, route)) as messages:
@@ -265,7 +270,7 @@ class GrpcFront:
         try:
             match request.WhichOneof("of"):
                 case "request":
-                    session = _text_metadata(context).get("x-warmfront-session", "")
+                    session = hint_of(_text_metadata(context))
                     records = [await self._dispatcher.explain(request.request, session)]
                 case "request_id":
                     records = [await self._dispatcher.explain_past(request.request_id)]

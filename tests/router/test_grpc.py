@@ -12,6 +12,7 @@ import grpc.aio
 import pytest
 
 from router.segments import pack_ids
+from router.service import hint_of
 from tests.router.conftest import Cluster, until
 from tests.router.reflective import ReflectiveClient
 
@@ -193,3 +194,9 @@ async def test_a_role_is_a_name_and_no_markup(client: ReflectiveClient) -> None:
         await client.call(GENERATE, {"chat": chat})
     assert raised.value.code() is grpc.StatusCode.INVALID_ARGUMENT
     assert "messages[0].role" in str(raised.value.details())
+
+
+def test_a_session_is_the_first_hint_and_a_routing_key_the_second() -> None:
+    assert hint_of({"x-warmfront-session": "s", "x-warmfront-routing-key": "k"}) == "s"
+    assert hint_of({"x-warmfront-routing-key": "k"}) == "k"
+    assert hint_of({}) == ""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from array import array
 from collections import Counter
+from collections.abc import Sequence
 
 import pytest
 from warmfront_pb.v1 import common_pb2
@@ -295,3 +296,28 @@ def test_the_sticky_setting_goes_on_waiting_for_a_holder_where_the_default_takes
     idle = Candidate("idle", speed=100)
     assert decide("warmfront", 100, holder, idle).chosen.replica == "idle"
     assert decide("warmfront_sticky", 100, holder, idle).chosen.replica == "holder"
+
+
+def homes(hint: str, candidates: Sequence[Candidate], num_draws: int = 20) -> set[str]:
+    ask = Ask(100, hint, has_session=bool(hint))
+    return {choose(WARMFRONT, ask, candidates, random.Random(seed)).chosen.replica for seed in range(num_draws)}
+
+
+def test_where_no_prefix_speaks_a_session_has_one_home_and_sessions_spread() -> None:
+    idle = [Candidate(f"w{number}") for number in range(4)]
+    assert len(homes("", idle)) == 4
+    found = [homes(f"s{number}", idle) for number in range(200)]
+    assert all(len(one) == 1 for one in found)
+    counts = Counter(next(iter(one)) for one in found)
+    assert min(counts.values()) > 25
+
+
+def test_a_hint_never_outweighs_what_is_held_nor_load() -> None:
+    (home,) = homes("s", [Candidate("a"), Candidate("b")])
+    other = "b" if home == "a" else "a"
+    assert homes("s", [Candidate(home), Candidate(other, matched_tokens=16)]) == {other}
+    assert homes("s", [Candidate(home, waiting_tokens=50, waiting_requests=1), Candidate(other)]) == {other}
+    assert homes("s", [Candidate(home, in_flight=9), Candidate(other)]) == {other}
+    assert homes("s", [Candidate(home, in_flight=2), Candidate(other)]) == {home}
+    full = [Candidate(home, free_tokens=0, lru_age_s=10), Candidate(other, free_tokens=0, lru_age_s=20)]
+    assert homes("s", full) == {other}

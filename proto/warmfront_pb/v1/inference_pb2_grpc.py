@@ -28,7 +28,8 @@ if _version_not_supported:
 class InferenceStub(object):
     """Generate text from a prompt.
 
-    Metadata in: x-request-id, x-warmfront-session (a hint: turns of one session like one replica),
+    Metadata in: x-request-id, x-warmfront-session (a hint: turns of one session like one replica), x-warmfront-routing-key
+    (the same for what else requests have in common),
     x-warmfront-tenant (only with --trust-tenant-header), x-warmfront-explain.
     Trailing metadata out: x-request-id, x-warmfront-replica, x-warmfront-matched-tokens (predicted cached tokens),
     x-warmfront-policy.
@@ -59,7 +60,8 @@ class InferenceStub(object):
 class InferenceServicer(object):
     """Generate text from a prompt.
 
-    Metadata in: x-request-id, x-warmfront-session (a hint: turns of one session like one replica),
+    Metadata in: x-request-id, x-warmfront-session (a hint: turns of one session like one replica), x-warmfront-routing-key
+    (the same for what else requests have in common),
     x-warmfront-tenant (only with --trust-tenant-header), x-warmfront-explain.
     Trailing metadata out: x-request-id, x-warmfront-replica, x-warmfront-matched-tokens (predicted cached tokens),
     x-warmfront-policy.
@@ -105,7 +107,8 @@ def add_InferenceServicer_to_server(servicer, server):
 class Inference(object):
     """Generate text from a prompt.
 
-    Metadata in: x-request-id, x-warmfront-session (a hint: turns of one session like one replica),
+    Metadata in: x-request-id, x-warmfront-session (a hint: turns of one session like one replica), x-warmfront-routing-key
+    (the same for what else requests have in common),
     x-warmfront-tenant (only with --trust-tenant-header), x-warmfront-explain.
     Trailing metadata out: x-request-id, x-warmfront-replica, x-warmfront-matched-tokens (predicted cached tokens),
     x-warmfront-policy.
