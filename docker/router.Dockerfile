@@ -23,10 +23,11 @@ LABEL org.opencontainers.image.title="warmfront router" \
       org.opencontainers.image.licenses="Apache-2.0"
 RUN useradd --uid 10001 --user-group --no-create-home --home-dir /tmp --shell /usr/sbin/nologin warmfront
 COPY --from=build /opt/warmfront /opt/warmfront
-ENV PATH=/opt/warmfront/bin:$PATH HOME=/tmp PYTHONUNBUFFERED=1 PYTHONDONTWRITEBYTECODE=1
+ENV PATH=/opt/warmfront/bin:$PATH HOME=/tmp PYTHONUNBUFFERED=1 PYTHONDONTWRITEBYTECODE=1 WARMFRONT_METRICS_PORT=9090
 USER 10001:10001
 WORKDIR /tmp
 EXPOSE 8000 50051
+# The metrics port is plain HTTP even where the others speak TLS.
 HEALTHCHECK --interval=10s --timeout=3s --start-period=30s --retries=3 \
-  CMD ["python", "-c", "import os, urllib.request as r; r.urlopen(f\"http://127.0.0.1:{os.environ.get('WARMFRONT_HTTP_PORT', '8000')}/healthz\", timeout=2)"]
+  CMD ["python", "-c", "import os, urllib.request as r; r.urlopen(f\"http://127.0.0.1:{os.environ['WARMFRONT_METRICS_PORT']}/healthz\", timeout=2)"]
 ENTRYPOINT ["warmfront", "router"]

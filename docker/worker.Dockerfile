@@ -52,11 +52,12 @@ LABEL org.opencontainers.image.title="warmfront worker" \
       org.opencontainers.image.licenses="Apache-2.0"
 RUN useradd --uid 10001 --user-group --no-create-home --home-dir /tmp --shell /usr/sbin/nologin warmfront
 # A port of its own, so that the health check finds it; --port says otherwise.
-ENV PATH=/opt/warmfront/bin:$PATH HOME=/tmp PYTHONUNBUFFERED=1 PYTHONDONTWRITEBYTECODE=1 WARMFRONT_PORT=50052
+ENV PATH=/opt/warmfront/bin:$PATH HOME=/tmp PYTHONUNBUFFERED=1 PYTHONDONTWRITEBYTECODE=1 WARMFRONT_PORT=50052 WARMFRONT_METRICS_PORT=9091
 WORKDIR /tmp
 EXPOSE 50052
+# The metrics port is plain HTTP even where the others speak TLS.
 HEALTHCHECK --interval=10s --timeout=5s --start-period=15m --retries=6 \
-  CMD ["python", "-c", "import os, sys, grpc; from grpc_health.v1 import health_pb2 as h, health_pb2_grpc as g; s = g.HealthStub(grpc.insecure_channel('127.0.0.1:' + os.environ['WARMFRONT_PORT'])); sys.exit(s.Check(h.HealthCheckRequest(), timeout=4).status != h.HealthCheckResponse.SERVING)"]
+  CMD ["python", "-c", "import os, urllib.request as r; r.urlopen(f\"http://127.0.0.1:{os.environ['WARMFRONT_METRICS_PORT']}/readyz\", timeout=4)"]
 ENTRYPOINT ["warmfront", "worker"]
 
 FROM base AS cpu

@@ -72,6 +72,9 @@ def test_health_checks_are_python(dockerfile: Path) -> None:
     code = yaml.safe_load(check.partition("CMD ")[2])
     assert code[:2] == ["python", "-c"]
     compile(code[2], str(dockerfile), "exec")
+    port = VALUES[dockerfile.stem]["ports"]["metrics"]
+    assert f"WARMFRONT_METRICS_PORT={port}" in dockerfile.read_text(encoding="utf-8")
+    assert "WARMFRONT_METRICS_PORT" in code[2]
 
 
 def test_ports_are_those_of_the_chart(dockerfile: Path) -> None:

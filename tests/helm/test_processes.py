@@ -191,6 +191,7 @@ def test_a_wrong_argument_would_be_noticed(release: Objects, tmp_path: Path) -> 
     assert process.wait(timeout=GUARD_S) == 2
 
 
+@pytest.mark.slow
 def test_a_release_on_tls_is_ready_by_its_probes_and_serves(helm: Helm, tmp_path: Path) -> None:
     authority = Authority(tmp_path)
 
