@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import time
+import weakref
 from collections.abc import Iterator, Sequence
 
 import torch
@@ -38,9 +39,12 @@ class HostBlocks:
         self._at_once = max(1, min(num_blocks, BUFFER_BYTES // self.block_bytes))
         try:
             self._kept = [
-                torch.empty((num_blocks + 1, *shape), dtype=one.dtype, pin_memory=device.type == "cuda")
+                torch.empty((num_blocks + 1, *shape), dtype=one.dtype)
                 for one, shape in zip(self._blocks, shapes, strict=True)
             ]
+            if device.type == "cuda":
+                for kept in self._kept:
+                    _pin(kept, until=self)
         except RuntimeError as error:
             needed = (num_blocks + 1) * self.block_bytes
             raise ValueError(
@@ -122,3 +126,13 @@ class HostBlocks:
         with torch.cuda.stream(self._lane):
             yield
             self._moved[self._turn].record(self._lane)
+
+
+def _pin(tensor: Tensor, until: object) -> None:
+    """Pin memory where it stands, until an object ends. Raises ``RuntimeError``.
+
+    What torch allocates as pinned takes the next power of two, up to twice as much (pytorch/pytorch#150517).
+    """
+    cuda = torch.cuda.cudart()
+    torch.cuda.check_error(cuda.cudaHostRegister(tensor.data_ptr(), tensor.numel() * tensor.element_size(), 0))
+    weakref.finalize(until, cuda.cudaHostUnregister, tensor.data_ptr())

@@ -395,11 +395,14 @@ async def test_in_deterministic_mode_smollm2_gives_the_same_in_a_crowd_as_alone(
     from tests.worker.tiny_models import runner_of
     from worker.loading import default_model_path
 
-    def runner(num_blocks: int) -> Runner:
-        return runner_of(default_model_path(), mode="deterministic", num_blocks=num_blocks + 1)
+    def runner(num_blocks: int, num_host_blocks: int = 0) -> Runner:
+        return runner_of(
+            default_model_path(), mode="deterministic", num_blocks=num_blocks + 1, num_host_blocks=num_host_blocks
+        )
 
     load = Load(random.Random(13), 49_152, 120)
-    crowded = Bench(runner(30), num_blocks=30, max_num_seqs=8, budget=128, token_reuse_min=4)
+    cache: dict[str, Any] = {"token_reuse_min": 4, "num_host_blocks": 60}
+    crowded = Bench(runner(30, 60), num_blocks=30, max_num_seqs=8, budget=128, **cache)
     with running(crowded) as bench, running(Bench(runner(200), num_blocks=200, max_num_seqs=3, caching=False)) as alone:
         await fuzz(bench, alone, load, 24, 12)
     assert sum(one.num_cached_tokens for report in bench.reports for one in report.admitted) > 0
