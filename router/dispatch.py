@@ -21,7 +21,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import NamedTuple
 
-from warmfront_pb.v1 import common_pb2, inference_pb2, worker_pb2
+from warmfront_pb.v1 import inference_pb2, worker_pb2
 
 from cache.adapter import Adapter
 from router.admission import Admission, Waiter, Wanted
@@ -35,6 +35,7 @@ from router.errors import (
     WorkerFailedError,
 )
 from router.explain import Absence, RecentDecisions, Record
+from router.explain_cache import ask_cache
 from router.fleet import Fleet, Member
 from router.load import Ticket
 from router.lora import Caches, adapter_of, asked_name, no_adapter, not_found
@@ -49,7 +50,6 @@ log = logging.getLogger(__name__)
 _MAX_RETRIES = 2
 _RETRY_JITTER_S = 0.02
 _RETRY_AFTER_S = 1.0
-_ASK_CACHE_TIMEOUT_S = 1.0
 _REASONS = {"RESOURCE_EXHAUSTED": "overloaded", "NOT_FOUND": "no_adapter"}  # of an absence, by what the worker answered
 _FAILING = Absence("READY", "failing", "its last calls failed: it is left alone for some seconds")
 
@@ -161,40 +161,8 @@ class Dispatcher:
         asked = worker_pb2.ExplainCacheRequest(
             token_ids=packed, cache_salt=call.cache_salt, lora=call.lora, lora_version=call.lora_version
         )
-        record.cache = await self._ask_cache(record, asked)
+        record.cache = await ask_cache(self._fleet, record, asked)
         return record
-
-    async def explain_past(self, request_id: str) -> Record:
-        """The newest decision for a request, and why its replica had to compute what it did. Raises ``RouterError``."""
-        record = self.recent.of(request_id)
-        if record.missing_key is None or record.cache is not None:
-            return record
-        found = await self._ask_cache(record, worker_pb2.ExplainCacheRequest(missing_key=record.missing_key))
-        if found is not None:
-            if found.reason == "evicted" and found.evicted_ago_s < time.time() - record.decided_at_s:
-                found = common_pb2.CacheExplanation(reason="unknown")
-            found.cached_tokens = record.cached_tokens or 0
-            record.cache = found
-        return record
-
-    async def _ask_cache(
-        self, record: Record, asked: worker_pb2.ExplainCacheRequest
-    ) -> common_pb2.CacheExplanation | None:
-        """What the chosen replica says; None where it has left, cannot say, or does not say it soon."""
-        if record.decision is None:
-            return None
-        member = self._fleet.members.get(record.decision.chosen.replica)
-        if member is None or member.replica.generation != record.generation:
-            return None
-        try:
-            return await member.client.explain_cache(asked, _ASK_CACHE_TIMEOUT_S)
-        except WorkerError as error:
-            log.debug("a replica does not explain its cache replica=%s error=%r", member.replica.id, error.message)
-            return None
-        except asyncio.CancelledError:
-            if not member.has_left:
-                raise
-            return None
 
     async def _adapter(self, request: inference_pb2.GenerateRequest) -> Adapter | None:
         """The adapter that a request means, None where it means the model itself. Raises ``RouterError``.

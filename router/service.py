@@ -25,6 +25,7 @@ from router.config import RouterConfig
 from router.dispatch import Dispatcher, Route
 from router.errors import BodyTooSlowError, InvalidRequestError, RouterError, StalledError
 from router.explain import as_metadata, explain
+from router.explain_cache import explain_past
 from router.fleet import Fleet
 from router.lora_admin import LoraAdmin
 from router.metrics import RouterMetrics
@@ -273,7 +274,7 @@ class GrpcFront:
                     session = hint_of(_text_metadata(context))
                     records = [await self._dispatcher.explain(request.request, session)]
                 case "request_id":
-                    records = [await self._dispatcher.explain_past(request.request_id)]
+                    records = [await explain_past(self._fleet, recent, request.request_id)]
                 case "last":
                     records = recent.last(request.last)
                 case _:
