@@ -75,33 +75,33 @@ class RayNodes:
         shutil.rmtree(self._home, ignore_errors=True)
 
     def _start(self, name: str, options: list[str], env: dict[str, str]) -> None:
-        log = self._folder / f"ray-{name}.log"
+        for _ in range(3):  # Ray gives a raylet 30 s to start, which a busy machine may need
+            log = self._launch(name, options, env)
+            node = self._nodes[name]
+            wait_until(
+                lambda: node.poll() is not None or "will now block" in log.read_text(),  # noqa: B023
+                guard_s=180,
+                what=f"Ray node {name}",
+            )
+            if node.poll() is None:
+                return
+        raise AssertionError(log.read_text())
+
+    def _launch(self, name: str, options: list[str], env: dict[str, str]) -> Path:
+        log = self._folder / f"ray-{name}-{len(list(self._folder.glob('ray-*')))}.log"
+        command = [str(Path(sys.executable).with_name("ray")), "start", "--block", "--disable-usage-stats", *options]
+        command += ["--node-ip-address=127.0.0.1", "--object-store-memory=100000000"]
+        command += [f"--dashboard-agent-{kind}-port={free_port()}" for kind in ("listen", "grpc")]
         with log.open("ab") as output:
             self._nodes[name] = subprocess.Popen(
-                [
-                    str(Path(sys.executable).with_name("ray")),
-                    "start",
-                    "--block",
-                    "--node-ip-address=127.0.0.1",
-                    "--object-store-memory=100000000",
-                    f"--dashboard-agent-listen-port={free_port()}",
-                    f"--dashboard-agent-grpc-port={free_port()}",
-                    "--disable-usage-stats",
-                    *options,
-                ],
+                command,
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=output,
                 env={**self.env, **env},
                 cwd=self._home,
             )
-        node = self._nodes[name]
-
-        def is_up() -> bool:
-            assert node.poll() is None, log.read_text()
-            return "--block" in log.read_text() or "This command will now block" in log.read_text()
-
-        wait_until(is_up, guard_s=120, what=f"Ray node {name}")
+        return log
 
 
 @contextlib.contextmanager
