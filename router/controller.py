@@ -67,6 +67,7 @@ class Seen:
     name: str
     revision: str
     pid: int = 0  # 0: not known
+    node: str = ""  # its machine, where there may be several
     address: str = ""
     state: str = STARTING  # GONE without a fault: it was drained and has ended
     generation: str = ""
@@ -251,8 +252,9 @@ class Controller:
             if group.each_node and self._launcher is not None:
                 group = replace(group, count=self._launcher.num_nodes(group))
             if group.role == "worker" and desired.autoscale is not None:
-                if self._autoscaler is None:
-                    self._autoscaler = Autoscaler(group.count)
+                if self._autoscaler is None:  # an earlier controller may have set another count: go on from there
+                    running = [record for record in self._records.values() if record.seen.role == "worker"]
+                    self._autoscaler = Autoscaler(len(running) or group.count)
                 group = replace(group, count=self._autoscaler.count)
             groups.append(group)
         if desired.autoscale is None:
@@ -485,6 +487,7 @@ class Controller:
             "name": seen.name,
             "revision": seen.revision,
             "pid": seen.pid,
+            "node": seen.node,
             "address": seen.address,
             "generation": seen.generation,
             "state": DRAINING if record.drain_until_s is not None else record.state,

@@ -163,6 +163,7 @@ class RayLauncher:
             name=name,
             revision=actor.revision,
             pid=answer["pid"],
+            node=answer.get("node", ""),
             address=actor.address,
             state=answer.get("state", READY),
             generation=answer.get("generation", ""),

@@ -187,6 +187,7 @@ def changed(fleet: Fleet, role: str, before: dict[str, int], count: int) -> Call
 
 
 def test_a_killed_worker_costs_nobody_an_answer(fleet: Fleet) -> None:
+    assert len({part["node"] for part in fleet.parts("worker").values()}) == 2, "workers are spread over the nodes"
     before = fleet.pids("worker")
     harm = lambda: os.kill(before["w0"], signal.SIGKILL)  # noqa: E731
     load = suffers(fleet, "worker", harm, changed(fleet, "worker", before, 1))
@@ -249,3 +250,4 @@ def test_workers_of_a_dead_node_come_back_on_the_other(fleet: Fleet) -> None:
     load = suffers(fleet, "raylet", lambda: fleet.nodes.kill("b"), is_mended)
     assert load.failed == []
     assert len(load.cut) <= NUM_USERS  # those of its router
+    assert len({part["node"] for part in fleet.parts("worker").values()}) == 1
