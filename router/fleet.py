@@ -171,6 +171,10 @@ class Fleet:
     async def _look(self) -> None:
         now = self._looked_s = time.monotonic()
         changes = await self._registry.poll(now)
+        if self._worker_tls is not None:
+            identity = self._worker_tls.certificates.current()
+            for member in self.members.values():
+                member.client.renew(identity)
         if changes is not None:
             for replica in changes.left:
                 await self._remove(replica)
@@ -181,7 +185,6 @@ class Fleet:
                 if member.client.address != lease.address:
                     await member.client.close()
                     member.client = self._client(lease)
-                member.client.renew()
                 if member.replica.fault:
                     self.mirror.forget(lease.replica)
                     continue

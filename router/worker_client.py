@@ -134,9 +134,8 @@ class WorkerClient:
         self._old: dict[asyncio.Task[None], grpc.aio.Channel] = {}  # with former certificates: calls still run there
         self._open()
 
-    def renew(self) -> None:
-        """Use new certificates, if there are any, from the next call on; those that run end on the old channel."""
-        identity = self._tls.certificates.current() if self._tls is not None else None
+    def renew(self, identity: Identity) -> None:
+        """Use these certificates, if they are new, from the next call on; calls that run end on the old channel."""
         if identity is self._identity:
             return
         self._identity = identity

@@ -20,6 +20,7 @@ from warmfront_pb.v1 import worker_pb2, worker_pb2_grpc
 from router.config import RouterConfig
 from router.main import Router
 from tests.fakes.authority import Authority
+from tests.fakes.redis_servers import Server, servers
 from tests.integration.cluster import free_port
 from worker.config import WorkerConfig
 from worker.main import EXIT_WRONG_USE, Worker
@@ -195,6 +196,40 @@ async def test_certificates_of_both_sides_change_under_a_running_stream(
         async with asyncio.timeout(60):
             while router.fleet.members["w0"].client._old:
                 await asyncio.sleep(0.02)
+
+
+async def test_certificates_change_while_redis_is_away(
+    config: WorkerConfig, authority: Authority, tmp_path: Path
+) -> None:
+    with servers() as started:
+        server = Server(tmp_path)
+        started.append(server)
+        server_pair, shown = authority.issue("worker"), authority.issue("router", "router.example")
+        config = replace(
+            config,
+            redis_url=f"redis://127.0.0.1:{server.port}/0",
+            tls_cert=server_pair.cert,
+            tls_key=server_pair.key,
+            tls_client_ca=authority.ca,
+        )
+        own = {"worker_client_cert": shown.cert, "worker_client_key": shown.key}
+        async with running(config), router_of(config, worker_ca=authority.ca, **own) as (router, client):
+            await until_ready(router)
+            server.kill()
+            async with asyncio.timeout(60):
+                while router.fleet._registry.online:
+                    await asyncio.sleep(0.02)
+                before = router.fleet.members["w0"].client._channel
+                authority.issue("router", "router.example")
+                while router.fleet.members["w0"].client._channel is before:
+                    await asyncio.sleep(0.02)
+            assert await complete(client) == 200
+
+
+async def test_tls_takes_the_place_of_insecure_listen_beyond_loopback(config: WorkerConfig) -> None:
+    files = {"tls_cert": Path("cert.pem"), "tls_key": Path("key.pem")}
+    assert RouterConfig(redis_url="redis://r", listen="0.0.0.0", **files).tls_files is not None
+    assert replace(config, listen="0.0.0.0", advertise="w0.example", **files).tls_files is not None
 
 
 async def test_a_worker_asks_for_its_token_over_tls_too(config: WorkerConfig, authority: Authority) -> None:
