@@ -77,6 +77,26 @@ sum(rate(warmfront_worker_prefix_cache_hits_tokens_total{ {{- .pods -}} }[{{ .wi
   annotations:
     summary: New workers became ready without the fleet's hottest prefixes.
     description: "{{ `{{ $value | humanizePercentage }}` }} of the hot set was missing: a longer worker.flags.prewarm-deadline, or larger pools."
+{{- if include "warmfront.ray" . }}
+{{- $head := printf "namespace=%q, pod=~%q" .Release.Namespace (printf "%s-head-.+" $fullname) }}
+- alert: WarmfrontRolloutFailed
+  expr: max by (role) (warmfront_controller_rollout_failed{ {{- $head -}} }) == 1
+  annotations:
+    summary: "New settings of {{ `{{ $labels.role }}` }}s failed and were rolled back."
+    description: "The controller's log says why; it tries again when the values change."
+- alert: WarmfrontDesiredRefused
+  expr: max(warmfront_controller_desired_refused{ {{- $head -}} }) == 1
+  for: 2m
+  annotations:
+    summary: The controller refuses the desired state.
+    description: What ran goes on. The controller's log names the key.
+- alert: WarmfrontPartsMissing
+  expr: max by (role) (warmfront_controller_parts_wanted{ {{- $head -}} } - warmfront_controller_parts_ready{ {{- $head -}} }) > 0
+  for: 15m
+  annotations:
+    summary: "Some {{ `{{ $labels.role }}` }}s that should run on Ray are not ready."
+    description: "{{ `{{ $value }}` }} are missing: their nodes, or what they log at their start."
+{{- end }}
 - alert: WarmfrontCertificateEnds
   expr: min by (pod, certificate) (warmfront_router_tls_certificate_expiry_timestamp_seconds{ {{- $router -}} } or warmfront_worker_tls_certificate_expiry_timestamp_seconds{ {{- $worker -}} }) - time() < 7 * 86400
   for: 1h

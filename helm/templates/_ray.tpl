@@ -157,6 +157,10 @@ spec:
         - /var/lib/warmfront/{{ include "warmfront.fleet" . }}
         - --ray-address
         - {{ include "warmfront.fullname" . }}-head:{{ int .Values.ray.ports.gcs }}
+        - --metrics-port
+        - {{ int .Values.ray.ports.controllerMetrics | quote }}
+        - --listen
+        - {{ .Values.listenAddress | quote }}
       env:
         - name: POD_IP
           valueFrom: {fieldRef: {fieldPath: status.podIP}}
@@ -165,6 +169,8 @@ spec:
         {{- with $config.extraEnv }}
         {{- toYaml . | nindent 8 }}
         {{- end }}
+      ports:
+        - {name: metrics, containerPort: {{ int .Values.ray.ports.controllerMetrics }}}
       resources:
         {{- toYaml $config.controllerResources | nindent 8 }}
       securityContext:

@@ -11,6 +11,7 @@ import pytest
 
 from router.metrics import RouterMetrics
 from tests.helm.tools import Helm, Objects, one
+from warmfront.controller import ControllerMetrics
 from worker.engine import EngineSnapshot
 from worker.metrics import WorkerMetrics
 
@@ -18,7 +19,8 @@ from worker.metrics import WorkerMetrics
 def exported() -> dict[str, set[str]]:
     """Names of the series on /metrics, with the labels of their family."""
     found: dict[str, set[str]] = {}
-    for registry in (RouterMetrics().registry, WorkerMetrics(view=EngineSnapshot, now=0.0).registry):
+    registries = (RouterMetrics().registry, WorkerMetrics(view=EngineSnapshot, now=0.0).registry)
+    for registry in (*registries, ControllerMetrics().registry):
         for collector in set(registry._collector_to_names):
             for family in collector.collect():
                 labels = set(getattr(collector, "_labelnames", ())) | {k for s in family.samples for k in s.labels}
@@ -60,7 +62,7 @@ def test_every_query_parses(queries: dict[str, str]) -> None:
 def test_every_series_is_one_that_the_program_exports(queries: dict[str, str]) -> None:
     known = exported()
     for where, query in queries.items():
-        names = re.findall(r"\bwarmfront_(?:router|worker)_\w+", query)
+        names = re.findall(r"\bwarmfront_(?:router|worker|controller)_\w+", query)
         assert names, where
         assert set(names) <= set(known), where
         for name, matchers in re.findall(r"\b(warmfront_\w+)\{([^}]*)\}", query):
@@ -73,7 +75,7 @@ def test_every_series_is_one_that_the_program_exports(queries: dict[str, str]) -
 def test_every_query_is_of_this_namespace_and_release(queries: dict[str, str], scenarios: dict[str, Objects]) -> None:
     for rule in alerts(scenarios["production"]):
         for matchers in re.findall(r"\{([^}]*)\}", rule["expr"]):
-            assert re.search(r'namespace="default", pod=~"wf-warmfront-(router|worker)-\.\+"', matchers), rule["alert"]
+            assert re.search(r'namespace="default", pod=~"wf-warmfront-(router|worker|head)-\.\+"', matchers), rule["alert"]
     assert 'pod=~"wf-warmfront-router-.+"' in queries["keda"]
 
 
@@ -100,10 +102,10 @@ def test_thresholds_come_from_values(helm: Helm) -> None:
 
 def test_monitors_scrape_ports_that_exist(scenarios: dict[str, Objects]) -> None:
     objects = scenarios["production"]
-    service = one(objects, "Service", "-headless")
-    monitor = one(objects, "ServiceMonitor")["spec"]
-    assert monitor["selector"]["matchLabels"].items() <= service["metadata"]["labels"].items()
-    assert {end["port"] for end in monitor["endpoints"]} <= {port["name"] for port in service["spec"]["ports"]}
+    for name, service_name in (("-router", "-headless"), ("-head", "-head")):
+        service, monitor = one(objects, "Service", service_name), one(objects, "ServiceMonitor", name)["spec"]
+        assert monitor["selector"]["matchLabels"].items() <= service["metadata"]["labels"].items()
+        assert {end["port"] for end in monitor["endpoints"]} <= {port["name"] for port in service["spec"]["ports"]}
     pods = one(objects, "Deployment", "-worker")["spec"]["template"]
     monitor = one(objects, "PodMonitor")["spec"]
     assert monitor["selector"]["matchLabels"].items() <= pods["metadata"]["labels"].items()

@@ -114,7 +114,7 @@ def test_the_controller_takes_the_desired_state_of_every_scenario(
 
 Running = dict[str, subprocess.Popen[bytes]]
 OWN = ["worker.flags.engine=simulated", "worker.flags.kv-blocks=512", "worker.flags.prewarm-deadline=5s"]
-OWN += ["listenAddress=127.0.0.1", "worker.gpu.count=0"]
+OWN += ["ray.mode=none", "listenAddress=127.0.0.1", "worker.gpu.count=0"]
 
 
 @pytest.fixture(scope="module")
