@@ -7,6 +7,7 @@ the Redis URL on its own node.
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import time
 from collections.abc import Callable, Collection, Mapping
@@ -30,6 +31,8 @@ from warmfront.desired import REDIS_ENV, as_params, own_ports, read_desired
 from warmfront.options import fill
 from worker.actor import WorkerActor
 from worker.config import WorkerConfig
+
+log = logging.getLogger(__name__)
 
 if TYPE_CHECKING:
     from warmfront_pb.v1 import common_pb2
@@ -80,11 +83,14 @@ class RayLauncher:
         self._kinds = kinds or {"router": (RouterActor, router_config), "worker": (WorkerActor, worker_config)}
         self._actors: dict[str, _Actor] = {}
         self._nodes: list[dict[str, float]] = []  # what each has that stays
+        self._strangers: set[str] = set()  # parts of other fleets that were drained
         self._health_calls = ThreadPoolExecutor(8, thread_name_prefix="health")
 
     def look(self, leases: Mapping[str, common_pb2.ReplicaLease]) -> list[Seen]:
         """Asks every actor of this fleet, and the server of each worker."""
         leaving = _leaving_nodes()
+        if leaving:
+            self._drain_strangers(leaving)
         self._nodes = [node["Resources"] for node in ray.nodes() if node["Alive"] and node["NodeID"] not in leaving]
         for full_name in ray.util.list_named_actors():
             fleet, _, rest = full_name.partition("/")
@@ -98,6 +104,23 @@ class RayLauncher:
             ray.wait(list(pings.values()), num_returns=len(pings), timeout=_PING_DEADLINE_S)
         seen = [self._seen(name, self._actors[name], ping, leaving) for name, ping in pings.items()]
         return list(self._health_calls.map(self._with_health, seen))
+
+    def _drain_strangers(self, leaving: Collection[str]) -> None:
+        """Parts, on nodes that are shut down, of fleets without a controller: one was replaced by this one, say."""
+        names = ray.util.list_named_actors()
+        watched = {self._fleet, *(name.partition("/")[0] for name in names if name.endswith(f"/{CONTROLLER}"))}
+        pings = {}
+        for name in names:
+            if name.count("/") == 3 and name.partition("/")[0] not in watched:
+                with contextlib.suppress(ValueError):  # it has ended meanwhile
+                    actor: Any = ray.get_actor(name)
+                    pings[name] = (actor, actor.ping.remote())
+        for name, (actor, ping) in pings.items():
+            with contextlib.suppress(ray.exceptions.RayError, ray.exceptions.GetTimeoutError):
+                if ray.get(ping, timeout=_PING_DEADLINE_S).get("node") in leaving and name not in self._strangers:
+                    log.info("node is shut down, a part of another fleet drains part=%s", name)
+                    self._strangers.add(name)
+                    actor.drain.remote()
 
     def num_nodes(self, group: Group) -> int:
         """Nodes with all resources of its placement, as of the last look."""

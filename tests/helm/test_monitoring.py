@@ -75,7 +75,8 @@ def test_every_series_is_one_that_the_program_exports(queries: dict[str, str]) -
 def test_every_query_is_of_this_namespace_and_release(queries: dict[str, str], scenarios: dict[str, Objects]) -> None:
     for rule in alerts(scenarios["production"]):
         for matchers in re.findall(r"\{([^}]*)\}", rule["expr"]):
-            assert re.search(r'namespace="default", pod=~"wf-warmfront-(router|worker|head)-\.\+"', matchers), rule["alert"]
+            mine = re.search(r'namespace="default", pod=~"wf-warmfront-(router|worker|head)-\.\+"', matchers)
+            assert mine, rule["alert"]
     assert 'pod=~"wf-warmfront-router-.+"' in queries["keda"]
 
 
