@@ -65,7 +65,7 @@ class LoadedAdapter:
 
 
 class Adapters:
-    """Names and their content. The event loop owns it; changes happen one at a time and are finished once begun."""
+    """Names and their content. The event loop owns it. Loads happen one at a time; what has begun is finished."""
 
     def __init__(
         self,
@@ -85,7 +85,7 @@ class Adapters:
         self._base = base
         self._publish = publish
         self._by_name: dict[str, LoadedAdapter] = {}
-        self._changing = asyncio.Lock()
+        self._loading = asyncio.Lock()
         self._tasks: set[asyncio.Task[Any]] = set()
 
     @property
@@ -135,14 +135,14 @@ class Adapters:
             raise AdapterError(f"lora: {name!r} is no name: use up to 128 letters, digits and . _ : / -")
         if name == self._base:
             raise AdapterError(f"lora: {name!r} is the name of the model itself: take another one")
-        async with self._changing:
-            known = self._by_name.get(name)
-            if known is None and len(self._by_name) >= self._max_adapters:
+        folder, root = await asyncio.to_thread(find)
+        async with self._loading:
+            if name not in self._by_name and len(self._by_name) >= self._max_adapters:
                 raise AdapterConflictError(
                     f"lora: {self._max_adapters} adapters are loaded, as many as --max-loras allows: unload one first"
                 )
-            files = await asyncio.to_thread(lambda: read_files(*find(), self._reader.max_bytes))
-            if known is not None:
+            files = await asyncio.to_thread(read_files, folder, root, self._reader.max_bytes)
+            if (known := self._by_name.get(name)) is not None:
                 if known.adapter.version == files.version:
                     return known, True
                 raise AdapterConflictError(
@@ -157,13 +157,13 @@ class Adapters:
             return loaded, False
 
     async def _unload(self, name: str) -> tuple[LoadedAdapter, int]:
-        async with self._changing:
-            loaded = self._by_name.pop(name, None)
-            if loaded is None:
-                raise UnknownAdapterError(f"lora: no adapter {name!r} is loaded here")
-            num_running = await asyncio.wrap_future(self._engine.drop_adapter(str(loaded.adapter)))
-            await self._publish()
-            return loaded, num_running
+        loaded = self._by_name.pop(name, None)
+        if loaded is None:
+            raise UnknownAdapterError(f"lora: no adapter {name!r} is loaded here")
+        # The engine does as it is told in this order: a load of the same content that comes now is not undone by this.
+        num_running = await asyncio.wrap_future(self._engine.drop_adapter(str(loaded.adapter)))
+        await self._publish()
+        return loaded, num_running
 
 
 @dataclass(frozen=True, slots=True)

@@ -62,6 +62,7 @@ class Faults:
     corrupt_batches: int = 0  # so many arrive as rubbish
     is_silent: bool = False  # no lease is written
     is_reporting_paused: bool = False  # neither lease nor events
+    lost_loras: set[str] = field(default_factory=set)  # the lease has them still
 
 
 @dataclass
@@ -254,7 +255,8 @@ class SimulatedWorker(worker_pb2_grpc.WorkerServicer):
             await asyncio.Event().wait()
         if request.generation != self.generation:
             await context.abort(grpc.StatusCode.FAILED_PRECONDITION, "another generation")
-        if request.lora and self.loras.get(request.lora) != request.lora_version:
+        is_lost = request.lora in self.faults.lost_loras
+        if request.lora and (is_lost or self.loras.get(request.lora) != request.lora_version):
             await context.abort(
                 grpc.StatusCode.NOT_FOUND, f"no adapter {request.lora!r} of that version is loaded here"
             )

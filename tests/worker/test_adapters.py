@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import json
 import os
 import shutil
+import threading
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +19,7 @@ from warmfront_pb.v1 import common_pb2, worker_pb2
 
 from cache.adapter import Adapter
 from cache.block_hash import HashScheme, extra_keys
-from tests.fakes.runner import fake_loader
+from tests.fakes.runner import FakeRunner, fake_loader
 from tests.worker.adapters import adapter_config
 from tests.worker.served import Client, Served, config_for, serve
 from tests.worker.test_main import lease_of
@@ -23,6 +27,8 @@ from worker.adapters import find_folder, read_files
 from worker.config import ConfigError, WorkerConfig
 from worker.main import EXIT_WRONG_USE, Worker
 from worker.peft import CONFIG_FILE, TENSORS_FILE, AdapterError
+from worker.replica import Loaded, Progress
+from worker.simulated import UncheckedReader
 
 PROMPT = list(range(100, 140))
 FULL = 32  # tokens of PROMPT in whole blocks
@@ -62,6 +68,24 @@ async def refusal(call: Any) -> tuple[grpc.StatusCode, str]:
 
 async def cached(served: Served, **more: Any) -> int:
     return int((await served.client.generate(PROMPT, sampling={"max_tokens": 1}, **more)).usage.cached_tokens)
+
+
+@asynccontextmanager
+async def held(served: Served) -> AsyncIterator[Callable[[int], Awaitable[None]]]:
+    """Steps do not end within; the function waits until so many jobs wait for the engine behind the step."""
+    engine = served.worker._engine
+    assert engine is not None
+
+    async def jobs(count: int) -> None:
+        async with asyncio.timeout(20):
+            while not engine.step_age_s() or len(engine._inbox) != count:
+                await asyncio.sleep(0.001)
+
+    served.runner.hangs.set()
+    try:
+        yield jobs
+    finally:
+        served.runner.hangs.clear()
 
 
 async def test_each_adapter_and_the_base_have_answers_and_kv_of_their_own(valkey_url: str, tmp_path: Path) -> None:
@@ -132,24 +156,26 @@ async def test_block_hashes_are_those_that_a_router_computes_of_name_and_version
 
 async def test_an_unload_lets_running_requests_end_and_then_frees_the_memory(valkey_url: str, tmp_path: Path) -> None:
     write(tmp_path / "a")
-    async with serve(config_with(valkey_url, tmp_path, max_loras=1), step_s=0.01) as served:
+    write(tmp_path / "b", b"b")
+    async with serve(config_with(valkey_url, tmp_path, max_loras=1)) as served:
         await load(served.client, "a", "a")
         alone = await served.client.generate(PROMPT, lora="a", sampling={"max_tokens": 30})
-        running = [
-            asyncio.create_task(served.client.generate(PROMPT, lora="a", sampling={"max_tokens": 30})) for _ in range(3)
-        ]
-        running.append(asyncio.create_task(served.client.generate(PROMPT, sampling={"max_tokens": 30})))
-        while served.worker._service.num_requests < 4:
-            await asyncio.sleep(0.001)
-        given_up = await unload(served.client, "a")
-        assert given_up.running == 3
-        assert served.runner.adapters
-        assert (await refusal(served.client.generate(PROMPT, lora="a")))[0] is grpc.StatusCode.NOT_FOUND
-        code, words = await refusal(load(served.client, "b", write(tmp_path / "b", b"b")))
-        assert (code, "1 of them until their last requests end" in words) == (
-            grpc.StatusCode.FAILED_PRECONDITION,
-            True,
-        )
+        async with held(served) as jobs:
+            running = []
+            for number, name in enumerate(("a", "a", "a", "")):
+                asking = served.client.generate(PROMPT, lora=name, sampling={"max_tokens": 30})
+                running.append(asyncio.create_task(asking))
+                await jobs(number)  # the first one is in the step
+            unloading = asyncio.create_task(unload(served.client, "a"))
+            await jobs(4)
+            assert (await refusal(served.client.generate(PROMPT, lora="a")))[0] is grpc.StatusCode.NOT_FOUND
+            loading = asyncio.create_task(refusal(load(served.client, "b", "b")))
+            await jobs(5)
+            assert served.runner.adapters
+        assert (await unloading).running == 3
+        code, words = await loading
+        assert code is grpc.StatusCode.FAILED_PRECONDITION
+        assert "1 of them until their last requests end" in words
         for reply in (await asyncio.gather(*running))[:3]:
             assert reply.token_ids == alone.token_ids
         assert not served.runner.adapters
@@ -161,13 +187,18 @@ async def test_an_adapter_that_comes_back_before_its_last_request_has_ended_stay
     valkey_url: str, tmp_path: Path
 ) -> None:
     write(tmp_path / "a")
-    async with serve(config_with(valkey_url, tmp_path, max_loras=1), step_s=0.01) as served:
+    async with serve(config_with(valkey_url, tmp_path, max_loras=1)) as served:
         await load(served.client, "a", "a")
-        call = served.client.start(PROMPT, lora="a", sampling={"max_tokens": 200})
-        await call.read()
-        assert (await unload(served.client, "a")).running == 1
-        await load(served.client, "a", "a")
-        call.cancel()
+        async with held(served) as jobs:
+            asking = asyncio.create_task(served.client.generate(PROMPT, lora="a", sampling={"max_tokens": 3}))
+            await jobs(0)
+            unloading = asyncio.create_task(unload(served.client, "a"))
+            await jobs(1)
+            loading = asyncio.create_task(load(served.client, "a", "a"))
+            await jobs(2)
+        assert (await unloading).running == 1
+        assert not (await loading).was_loaded
+        assert len((await asking).token_ids) == 3
         assert await cached(served, lora="a") == FULL
         assert len(served.runner.adapters) == 1
 
@@ -178,25 +209,26 @@ async def test_requests_that_are_cancelled_preempted_or_poisoned_free_their_adap
     write(tmp_path / "a")
     # 14 blocks hold two answers of 100 tokens only by turns.
     config = config_with(valkey_url, tmp_path, kv_blocks=14, enable_prefix_caching=False)
-    async with serve(config, step_s=0.002) as served:
+    async with serve(config) as served:
         runner = served.runner
         await load(served.client, "a", "a")
         alone = (await served.client.generate(PROMPT, lora="a", sampling={"max_tokens": 100})).token_ids
-        both = [served.client.generate(PROMPT, lora="a", sampling={"max_tokens": 100}) for _ in range(2)]
-        call = served.client.start(PROMPT, lora="a", sampling={"max_tokens": 100})
-        tasks = [asyncio.create_task(one) for one in both]
-        while served.worker._service.num_requests < 3:
-            await asyncio.sleep(0.001)
-        assert (await unload(served.client, "a")).running == 3
-        call.cancel()
-        assert [reply.token_ids for reply in await asyncio.gather(*tasks)] == [alone, alone]
-        async with asyncio.timeout(10):
-            while runner.adapters:
-                await asyncio.sleep(0.01)
+        async with held(served) as jobs:
+            asking = []
+            for number in range(3):
+                one = served.client.generate(PROMPT, lora="a", sampling={"max_tokens": 100})
+                asking.append(asyncio.create_task(one))
+                await jobs(number)
+            unloading = asyncio.create_task(unload(served.client, "a"))
+            await jobs(3)
+            asking[2].cancel()
+            await jobs(4)
+        assert (await unloading).running == 3
+        assert [reply.token_ids for reply in await asyncio.gather(*asking[:2])] == [alone, alone]
+        assert not runner.adapters
         await load(served.client, "a", "a")
         runner.poison = lambda one: "broken" if one.start else None
-        failing = asyncio.create_task(refusal(served.client.generate(PROMPT, lora="a")))
-        assert (await failing)[0] is grpc.StatusCode.INTERNAL
+        assert (await refusal(served.client.generate(PROMPT, lora="a")))[0] is grpc.StatusCode.INTERNAL
         runner.poison = lambda one: None
         assert (await unload(served.client, "a")).running == 0
         assert not runner.adapters
@@ -236,15 +268,68 @@ async def test_two_loads_at_once_under_one_name_have_one_winner(valkey_url: str,
         assert len(served.runner.adapters) == 1
 
 
+@asynccontextmanager
+async def slow_loads(valkey_url: str, folder: Path) -> AsyncIterator[tuple[Served, threading.Event]]:
+    """A worker on which the adapter whose content is "slow" is not read before the event is set."""
+    gate = threading.Event()
+
+    class SlowReader(UncheckedReader):
+        def __call__(self, config: bytes, tensors: bytes) -> tuple[None, int]:
+            assert tensors != b"slow" or gate.wait(20)
+            return super().__call__(config, tensors)
+
+    def loader(config: WorkerConfig, progress: Progress) -> Loaded:
+        return dataclasses.replace(fake_loader(runner=runner)(config, progress), adapter_reader=SlowReader(64))
+
+    config = config_with(valkey_url, folder)
+    runner = FakeRunner(201, config.block_size)
+    worker, ready = Worker(config, loader), asyncio.Event()
+    life = asyncio.create_task(worker.run(lambda _: ready.set()))
+    await ready.wait()
+    client = Client(worker.replica.address)
+    try:
+        yield Served(worker, life, client, runner), gate
+    finally:
+        gate.set()
+        await client.channel.close()
+        worker.drain(0.0)
+        assert await life == 0
+
+
+async def until_loading(served: Served) -> None:
+    adapters = served.worker._service._adapters
+    assert adapters is not None
+    async with asyncio.timeout(20):
+        while not adapters._loading.locked():
+            await asyncio.sleep(0.001)
+
+
+async def test_neither_requests_nor_unloads_wait_for_a_slow_load(valkey_url: str, tmp_path: Path) -> None:
+    write(tmp_path / "a")
+    write(tmp_path / "b", b"slow")
+    async with slow_loads(valkey_url, tmp_path) as (served, gate):
+        await load(served.client, "a", "a")
+        slow = asyncio.create_task(load(served.client, "b", "b"))
+        await until_loading(served)
+        assert await cached(served, lora="a") == 0
+        assert (await unload(served.client, "a")).running == 0
+        assert not slow.done()
+        gate.set()
+        assert (await slow).lora.name == "b"
+
+
 async def test_a_load_goes_on_when_its_client_has_left(valkey_url: str, tmp_path: Path) -> None:
-    write(tmp_path / "a", b"x" * (8 << 20))
-    async with serve(config_with(valkey_url, tmp_path)) as served:
-        call = asyncio.create_task(load(served.client, "a", "a"))
-        await asyncio.sleep(0.005)
+    write(tmp_path / "a", b"slow")
+    async with slow_loads(valkey_url, tmp_path) as (served, gate):
+        call = served.client.stub.LoadLora(
+            worker_pb2.LoadWorkerLoraRequest(name="a", path="a"), metadata=served.client.metadata
+        )
+        calling = asyncio.ensure_future(call)
+        await until_loading(served)
         call.cancel()
-        async with asyncio.timeout(10):
-            while not served.runner.adapters:
-                await asyncio.sleep(0.01)
+        with pytest.raises(asyncio.CancelledError):
+            await calling
+        gate.set()
         assert (await load(served.client, "a", "a")).was_loaded
 
 
@@ -258,7 +343,7 @@ async def test_without_lora_dir_loading_is_refused_by_name(valkey_url: str, tmp_
 
 
 @pytest.mark.parametrize("name", ["", "a b", "-a", "a@1", "ä", "a" * 129, "fake"])
-async def test_names_that_would_be_mistaken_for_others_are_refused(valkey_url: str, tmp_path: Path, name: str) -> None:
+async def test_names_that_are_none_or_the_model_s_own_are_refused(valkey_url: str, tmp_path: Path, name: str) -> None:
     async with serve(config_with(valkey_url, tmp_path)) as served:
         code, _ = await refusal(load(served.client, name, write(tmp_path / "a")))
         assert code is grpc.StatusCode.INVALID_ARGUMENT
