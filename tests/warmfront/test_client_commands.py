@@ -102,6 +102,12 @@ def test_status_shows_blocks_hit_rate_and_its_verdict(cli: Cli, router: FakeRout
     assert "w1: prompts differ" in shown
 
 
+def test_status_shows_blocks_in_host_memory_where_there_are_any(cli: Cli, router: FakeRouter) -> None:
+    assert "host" not in cli("status", "--url", router.url).out
+    router.replicas[0] |= {"host_kv_blocks": 8192, "host_kv_blocks_cached": 5000}
+    assert "12 / 900 / 4,096 + 5,000 / 8,192 host" in cli("status", "--url", router.url).out
+
+
 def test_status_shows_the_queue_while_there_is_one(cli: Cli, router: FakeRouter) -> None:
     router.queue = {"requests": 0, "tokens": 0, "oldest_s": 0, "tenants": 0, "tokens_per_s": 0, "full_replicas": 0}
     assert "queue" not in cli("status", "--url", router.url).out

@@ -16,6 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cache.block_hash import HashScheme
+from cache.events import Tier
 from cache.prefix_cache import PrefixCache
 from router.policy import POLICIES
 from warmfront.errors import WrongUse
@@ -96,6 +97,16 @@ def test_a_turn_is_not_sent_before_the_answer_of_the_turn_before_it() -> None:
     assert opened.ttft_s[-1] == pytest.approx(0.12)  # and here the one that holds its first block
 
 
+def test_what_comes_back_from_host_memory_takes_its_own_time_and_is_a_hit() -> None:
+    prompts = ([1] * 41, [2] * 41, [1] * 41)  # five blocks and one token: room for one of them
+    jobs = name_blocks([turn(tokens, session=f"{n}", at_s=float(n)) for n, tokens in enumerate(prompts)], SCHEME)
+    fleet = Settings(num_replicas=1, kv_blocks=6, prefill_tokens_per_s=100, speed=1.0)
+    assert simulate(jobs, SCHEME, fleet).hit_tokens == [0, 0, 0]
+    outcome = simulate(jobs, SCHEME, replace(fleet, host_kv_blocks=20, host_tokens_per_s=400))
+    assert outcome.hit_tokens == [0, 0, 40]
+    assert outcome.ttft_s == pytest.approx([0.41, 0.41, 40 / 400 + 0.01])
+
+
 def test_an_open_loop_keeps_the_times_of_the_trace() -> None:
     jobs = name_blocks([turn([n] * 10, session=f"{n}", at_s=5.0 + n) for n in range(3)], SCHEME)
     fleet = Settings(num_replicas=1, kv_blocks=20, prefill_tokens_per_s=100, speed=2.0)
@@ -114,24 +125,34 @@ def test_a_load_share_of_one_brings_requests_as_fast_as_the_fleet_takes_them() -
 
 
 @pytest.mark.parametrize("policy", ["warmfront", "longest_prefix", "random", "consistent_hash"])
-@pytest.mark.parametrize("decode_s", [0.0, 0.01])
-def test_in_the_end_nothing_is_charged_and_every_index_equals_the_caches(policy: str, decode_s: float) -> None:
+@pytest.mark.parametrize(("decode_s", "host_kv_blocks"), [(0.0, 0), (0.01, 0), (0.01, 80)])
+def test_in_the_end_nothing_is_charged_and_every_index_equals_the_caches(
+    policy: str, decode_s: float, host_kv_blocks: int
+) -> None:
     jobs = name_blocks(chats(seed=1), SCHEME)
     fleet = Settings(
-        num_replicas=3, kv_blocks=60, prefill_tokens_per_s=1000, decode_s=decode_s, policy=policy, num_routers=2
+        num_replicas=3,
+        kv_blocks=60,
+        host_kv_blocks=host_kv_blocks,
+        prefill_tokens_per_s=1000,
+        decode_s=decode_s,
+        policy=policy,
+        num_routers=2,
     )
     simulation = Simulation(jobs, SCHEME, fleet, None, POLICIES)
     outcome = simulation.run()
     assert len(outcome.ttft_s) == sum(outcome.requests_of) == len(jobs)
     assert outcome.num_prompt_tokens == sum(job.turn.num_tokens for job in jobs)
     assert sum(outcome.prefill_of) >= outcome.num_prompt_tokens - outcome.num_hit_tokens  # some is computed again
+    assert any(one.cache.num_host_cached_blocks for one in simulation.replicas.values()) == bool(host_kv_blocks)
     for router in simulation.routers:
         assert router.loads.in_flight == 0
         assert len(router.peers) == 1, "the other router was heard of"
         for name, replica in simulation.replicas.items():
             replica.cache.check_invariants()
             assert not router.loads.of(name).pending
-            assert router.index.num_blocks(name) == replica.cache.num_cached_blocks
+            held = [router.index.num_blocks(name, tier) for tier in Tier]
+            assert held == [replica.cache.num_cached_blocks, replica.cache.num_host_cached_blocks]
 
 
 @given(st.integers(0, 10_000))
