@@ -2,10 +2,11 @@
 
     python bench/gpu_check.py [--quick] [--device cuda]
 
-Checks every attention backend against the definition of attention, the whole model against the float32 CPU run, and the
-copies to host memory and back against what each block should hold, then prints the table of ``bench/engine.py`` for a
-random model of 1B shape (Llama 3.2) beside the floors that bandwidth and FLOP/s set. One JSON line each; the exit code
-is 1 when a check fails. Needs torch, numpy and, for the paged kernel, triton: no ray, redis, cbor2, gguf or tokenizer.
+Checks every attention backend against the definition of attention, the whole model and LoRA adapters against the
+float32 CPU run, and the copies to host memory and back against what each block should hold, then prints the table of
+``bench/engine.py`` for a random model of 1B shape (Llama 3.2) beside the floors that bandwidth and FLOP/s set. One JSON
+line each; the exit code is 1 when a check fails. Needs torch, numpy, safetensors and, for the paged kernel, triton: no
+ray, redis, cbor2, gguf or tokenizer.
 With ``TRITON_INTERPRET=1 --device cpu --quick`` the checks alone run in Triton's interpreter.
 """
 
@@ -21,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import save
 from torch import Tensor
 
 from cache.events import Tier
@@ -29,6 +31,7 @@ from worker.attention import Span, make_backend
 from worker.batch import SamplingParams, SequenceSlice, StepBatch
 from worker.kv_store import KVStore, Pages, kv_format
 from worker.loading import LoadedModel
+from worker.lora import shapes_of
 from worker.model_runner import ModelRunner
 from worker.models.config import ModelConfig, RopeConfig
 
@@ -212,6 +215,39 @@ def check_model(names: Sequence[str], device: torch.device) -> bool:
     return sound
 
 
+def check_lora(device: torch.device) -> bool:
+    """Two adapters and the base model side by side in one step on ``device``, against the CPU."""
+    generator, adapters = torch.Generator().manual_seed(3), {}
+    for name, rank in (("a", 8), ("b", 3)):
+        config = {"peft_type": "LORA", "r": rank, "lora_alpha": 16, "target_modules": "all-linear"}
+        tensors = {
+            f"base_model.model.{module}.lora_{half}.weight": torch.randn(shape, generator=generator) / 20
+            for module, (_, num_in, num_out) in shapes_of(SMALL).items()
+            for half, shape in (("A", (rank, num_in)), ("B", (num_out, rank)))
+        }
+        adapters[name] = json.dumps(config).encode(), save(tensors)
+    prompt = [(index * 7 + index * index) % 1000 for index in range(60)]
+
+    def logits(on: torch.device) -> Tensor:
+        loaded = random_weights(SMALL, torch.float32, torch.device("cpu"))
+        moved = replace(loaded, device=on, weights={key: one.to(on) for key, one in loaded.weights.items()})
+        runner = ModelRunner(moved, num_blocks=20, block_size=BLOCK_SIZE)
+        for name, files in adapters.items():
+            runner.add_adapter(name, runner.lora_reader(64)(*files)[0])
+        parts = []
+        for start, stop in ((0, 50), (50, 59), (59, 60)):
+            slices = [
+                _slice(prompt[start:stop], start, range(1 + 6 * n, 7 + 6 * n), None, name)
+                for n, name in enumerate(("a", None, "b"))
+            ]
+            parts.append(runner.all_logits(StepBatch(slices=slices)))
+        return torch.cat(parts).cpu()
+
+    error = float((logits(device) - logits(torch.device("cpu"))).abs().max())
+    emit("logits of two adapters and the base in one step, float32", "max abs error", value=error, limit=1e-3)
+    return error <= 1e-3
+
+
 def check_host_blocks(device: torch.device) -> bool:
     """Blocks go to host memory, are overwritten at once, and come back elsewhere: each must hold its own number.
 
@@ -316,9 +352,15 @@ def _prefill(runner: ModelRunner, prompt: Sequence[int], num_cached: int, blocks
 
 
 def _slice(
-    token_ids: Sequence[int], start: int, blocks: Sequence[int], sampling: SamplingParams | None
+    token_ids: Sequence[int],
+    start: int,
+    blocks: Sequence[int],
+    sampling: SamplingParams | None,
+    lora: str | None = None,
 ) -> SequenceSlice:
-    return SequenceSlice(request_id="", token_ids=token_ids, start=start, block_ids=blocks, sampling=sampling)
+    return SequenceSlice(
+        request_id="", token_ids=token_ids, start=start, block_ids=blocks, sampling=sampling, lora=lora
+    )
 
 
 def timed(work: Callable[[], Any], device: torch.device) -> float:
@@ -355,6 +397,7 @@ def main() -> int:
     )
     sound = check_backends(names, dtypes, device)
     sound &= check_model(names, device)
+    sound &= check_lora(device)
     sound &= check_host_blocks(device)
     if not options.quick and device.type == "cuda":
         figures(["sdpa", "triton"], device)
