@@ -73,10 +73,6 @@ class HostTier:
     def __contains__(self, name: object) -> bool:
         return name in self._block_of
 
-    def names(self) -> Set[BlockHash]:
-        """The hashes held here."""
-        return self._block_of.keys()
-
     def contents(self) -> tuple[Keys, Keys]:
         """The keys held here, and the key that each of them follows. Linear."""
         held = np.flatnonzero(self._is_held)

@@ -73,7 +73,7 @@ def load_replica(config: WorkerConfig, progress: Progress) -> Loaded:
         kv_cache_dtype=config.kv_cache_dtype,
         max_num_batched_tokens=step_tokens,
         max_num_seqs=config.max_num_seqs,
-        num_host_blocks=config.host_kv_blocks if config.enable_prefix_caching else 0,
+        num_host_blocks=config.num_host_blocks,
     )
     progress("self-test", 0.0)
     runner.self_test()
@@ -106,9 +106,9 @@ def plan_memory(config: WorkerConfig, model: ModelConfig) -> MemoryPlan:
     block_bytes = kv_bytes_per_token * config.block_size
     machine_bytes = psutil.virtual_memory().total
     device = pick_device(config.device)
-    if config.host_kv_blocks:
-        check_host_room(config.host_kv_blocks, block_bytes, machine_bytes)
-        activations += NUM_BUFFERS * max(block_bytes, min(BUFFER_BYTES, config.host_kv_blocks * block_bytes))
+    if config.num_host_blocks:
+        check_host_room(config.num_host_blocks, block_bytes, machine_bytes)
+        activations += NUM_BUFFERS * max(block_bytes, min(BUFFER_BYTES, config.num_host_blocks * block_bytes))
     num_blocks = config.kv_blocks
     if num_blocks is None and device.type == "cpu" and config.cpu_kv_bytes is not None:
         num_blocks = max(1, config.cpu_kv_bytes // block_bytes)
@@ -144,13 +144,13 @@ def plan_text(config: WorkerConfig) -> str:
     plan = plan_memory(config, model)
     device = pick_device(config.device)
     if device.type == "cpu" or config.kv_blocks is not None:
-        return describe(plan, num_host_blocks=config.host_kv_blocks)
+        return describe(plan, num_host_blocks=config.num_host_blocks)
     total = torch.cuda.get_device_properties(device).total_memory
     return describe(
         plan,
         utilization=config.gpu_memory_utilization,
         device_bytes=total,
-        num_host_blocks=config.host_kv_blocks,
+        num_host_blocks=config.num_host_blocks,
     )
 
 

@@ -124,6 +124,11 @@ class WorkerConfig:
         """The files of this worker's server; None: plain text."""
         return TlsFiles.of_server(self.tls_cert, self.tls_key, self.tls_client_ca)
 
+    @property
+    def num_host_blocks(self) -> int:
+        """Blocks of the host tier: none where nothing is cached."""
+        return self.host_kv_blocks if self.enable_prefix_caching else 0
+
     def _check_names_and_addresses(self) -> None:
         names = [("--fleet", self.fleet), ("--replica-id", self.replica_id)]
         names += [("--prewarm-from-fleet", self.prewarm_from_fleet)] if self.prewarm_from_fleet is not None else []

@@ -223,7 +223,7 @@ class Worker:
             self.replica.generation,
             loaded.card.name,
             loaded.num_blocks - 1,
-            self._config.host_kv_blocks,
+            self._config.num_host_blocks,
             loaded.card.max_model_len,
             self._config.mode,
             loaded.card.dtype,
@@ -295,7 +295,7 @@ class Worker:
             generation=self.replica.generation,
             policy=config.eviction_policy,
             token_reuse_min=config.token_reuse_min if config.token_reuse else None,
-            num_host_blocks=config.host_kv_blocks,
+            num_host_blocks=config.num_host_blocks,
         )
         table = TokenTable.from_tokenizer_json(loaded.card.tokenizer_json)
         engine = self._engine = Engine(

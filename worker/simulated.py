@@ -19,9 +19,10 @@ import threading
 import time
 import zlib
 from array import array
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -95,14 +96,12 @@ def load_simulated(config: WorkerConfig, progress: Progress) -> Loaded:
     card = _card(config, max_model_len)
     host_tokens_per_s = config.host_tokens_per_s / config.time_scale
     runner = SimulatedRunner(
-        num_blocks + 1,
         config.block_size,
         words=words_of(TokenTable.from_tokenizer_json(card.tokenizer_json)),
         end_token_id=card.eos_token_ids[0],
         vocab_size=card.vocab_size,
         prefill_tokens_per_s=config.prefill_tokens_per_s / config.time_scale,
         decode_s=config.decode_time_s * config.time_scale,
-        num_host_blocks=config.host_kv_blocks,
         host_tokens_per_s=host_tokens_per_s,
         faults=faults,
     )
@@ -113,7 +112,7 @@ def load_simulated(config: WorkerConfig, progress: Progress) -> Loaded:
         num_blocks=num_blocks + 1,
         max_num_batched_tokens=config.max_num_batched_tokens or max(_STEP_TOKENS, config.max_num_seqs),
         adapter_reader=UncheckedReader(config.max_lora_rank),
-        host_tokens_per_s=host_tokens_per_s if config.host_kv_blocks else 0.0,
+        host_tokens_per_s=host_tokens_per_s if config.num_host_blocks else 0.0,
         event_lag_s=faults.event_lag_s,
     )
 
@@ -157,7 +156,6 @@ class SimulatedRunner:
 
     def __init__(
         self,
-        num_blocks: int,
         block_size: int,
         *,
         words: Sequence[int],
@@ -165,7 +163,6 @@ class SimulatedRunner:
         vocab_size: int,
         prefill_tokens_per_s: float = math.inf,
         decode_s: float = 0.0,
-        num_host_blocks: int = 0,
         host_tokens_per_s: float = math.inf,
         faults: Faults | None = None,
     ) -> None:
@@ -176,10 +173,7 @@ class SimulatedRunner:
         self._prefill_tokens_per_s = prefill_tokens_per_s
         self._decode_s = decode_s
         self._faults = faults or Faults()
-        self._kept = {
-            Tier.DEVICE: [_Block(block_size) for _ in range(num_blocks)],
-            Tier.HOST: [_Block(block_size) for _ in range(num_host_blocks + 1 if num_host_blocks else 0)],
-        }
+        self._kept = {tier: defaultdict[int, _Block](partial(_Block, block_size)) for tier in Tier}
         self._host_tokens_per_s = host_tokens_per_s
         self._copying_s = 0.0  # the next step takes so much longer
         self._adapters: dict[str, int] = {}  # where the digest of a sequence with this adapter begins

@@ -31,9 +31,8 @@ SCHEME = HashScheme(block_size=8)
 END = 2
 
 
-def runner(num_blocks: int = 64, **settings: float | Faults) -> SimulatedRunner:
+def runner(**settings: float | Faults) -> SimulatedRunner:
     return SimulatedRunner(
-        num_blocks,
         8,
         words=range(10, 900),
         end_token_id=END,
@@ -48,7 +47,7 @@ class Replica:
     def __init__(self, step_tokens: int = 64, **cache: int) -> None:
         self.cache = PrefixCache(64, SCHEME, num_host_blocks=99, **cache)  # type: ignore[arg-type]
         self.scheduler = Scheduler(self.cache, Limits(max_num_seqs=4, max_num_batched_tokens=step_tokens, max_queue=99))
-        self.runner = runner(num_host_blocks=99)
+        self.runner = runner()
 
     def answer(self, prompts: list[list[int]], count: int, *, seed: int = 7) -> list[list[int]]:
         choices = [
@@ -103,7 +102,7 @@ def test_blocks_from_host_memory_and_fronts_of_blocks_give_the_same_answer() -> 
 
 
 def test_tokens_from_host_memory_take_their_own_time() -> None:
-    fast = runner(num_host_blocks=9, prefill_tokens_per_s=1e9, host_tokens_per_s=160)
+    fast = runner(prefill_tokens_per_s=1e9, host_tokens_per_s=160)
     out = BlockCopies([5], [3], 8, Tier.DEVICE, Tier.HOST)
     fast.copy([BlockCopies([1, 2], [3, 4], 8, Tier.HOST, Tier.DEVICE), out])
     began = time.monotonic()
