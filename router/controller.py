@@ -202,11 +202,15 @@ class Controller:
         self._thread.join()
 
     def _watch(self) -> None:
+        told = ""
         while not self._is_stopped.is_set():
             try:
                 self.look()
-            except Exception:
-                log.exception("looking at the parts failed")
+                told = ""
+            except Exception as error:  # Ray's head is away, say: the next look must come
+                if repr(error) != told:
+                    log.exception("looking at the parts failed")
+                told = repr(error)
             self._is_stopped.wait(self._timing.period_s)
 
     def look(self) -> None:

@@ -31,7 +31,7 @@ def load(http: str) -> Iterator[list[str]]:
                 assert answer.completion_tokens == 3
             except Failure as error:
                 errors.append(error.message)
-            time.sleep(0.05)
+            time.sleep(0.2)
 
     users = [threading.Thread(target=user, args=(number,)) for number in range(3)]
     for one in users:
