@@ -119,9 +119,9 @@ class Watched:
 
 
 class ClusterOf3:
-    """Three masters that share the slots."""
+    """Three masters that share the slots, each with a replica if that is asked for."""
 
-    def __init__(self, folder: Path, started: list[Server]) -> None:
+    def __init__(self, folder: Path, started: list[Server], *, with_replicas: bool = False) -> None:
         lines = ["cluster-enabled yes", "cluster-node-timeout 2000"]
         self.nodes = [Server(folder, lines, port=free_port(below=55535)) for _ in range(3)]
         started += self.nodes
@@ -132,6 +132,17 @@ class ClusterOf3:
                 self.nodes[0].ask("CLUSTER", "MEET", "127.0.0.1", node.port)
         for node in self.nodes:
             wait_until(lambda one=node: "cluster_state:ok" in str(one.ask("CLUSTER", "INFO")), "the cluster is whole")
+        self.replicas: dict[Server, Server] = {}
+        for node in self.nodes if with_replicas else ():
+            replica = Server(folder, lines, port=free_port(below=55535))
+            started.append(replica)
+            self.replicas[node] = replica
+            replica.ask("CLUSTER", "MEET", "127.0.0.1", node.port)
+            name = str(node.ask("CLUSTER", "MYID"), "ascii")  # type: ignore[call-overload]
+            wait_until(lambda one=replica, name=name: name in str(one.ask("CLUSTER", "NODES")), "it knows its master")
+            replica.ask("CLUSTER", "REPLICATE", name)
+        for replica in self.replicas.values():
+            wait_until(lambda one=replica: b"connected" in one.ask("ROLE"), "it follows its master")
 
     @property
     def url(self) -> str:

@@ -196,6 +196,28 @@ async def test_no_request_fails_while_a_sentinel_moves_the_master(tmp_path: Path
         assert codes[-1] == 200
 
 
+@pytest.mark.slow
+async def test_no_request_fails_while_a_cluster_promotes_a_replica(tmp_path: Path, started: list[Server]) -> None:
+    cluster = ClusterOf3(tmp_path, started, with_replicas=True)
+    async with fleet_on(cluster.url) as fleet:
+        prompt = prompts()
+        codes = [await fleet.complete(next(prompt)) for _ in range(10)]
+        await fleet.until_the_index_is_true()
+        owner = cluster.owner(fleet.name)
+        owner.kill()
+        async with asyncio.timeout(90):
+            while fleet.router.fleet._registry.online:
+                codes.append(await fleet.complete(next(prompt)))
+            while not (fleet.router.fleet._registry.online and fleet.index_is_true()):
+                codes.append(await fleet.complete(next(prompt)))
+                await asyncio.sleep(0.02)
+        codes += [await fleet.complete(next(prompt)) for _ in range(10)]
+        await fleet.until_the_index_is_true()
+        assert set(codes) == {200}
+        assert len(codes) > 30
+        assert cluster.replicas[owner].ask("ROLE")[0] == b"master"  # type: ignore[index]
+
+
 async def test_the_sentinels_are_asked_one_after_the_other(tmp_path: Path, started: list[Server]) -> None:
     watched = Watched(tmp_path, started)
     watched.sentinels[0].kill()
