@@ -46,6 +46,8 @@ spec:
         {{- include "warmfront.env" (merge (dict "onRay" $onRay) $part) | nindent 8 }}
         {{- if $onRay }}
         {{- include "warmfront.rayEnv" (dict "root" . "drainSeconds" (add $config.drainDeadlineSeconds 15)) | nindent 8 }}
+        - name: OMP_NUM_THREADS # Ray would give an actor one
+          valueFrom: {resourceFieldRef: {containerName: worker, resource: requests.cpu}}
         {{- end }}
       {{- with $config.extraEnvFrom }}
       envFrom:

@@ -79,6 +79,9 @@ class Kubelet:
                     env[item["name"]] = self._local(_expand(value, env), folders)
                 case {"valueFrom": {"fieldRef": {"fieldPath": path}}}:
                     env[item["name"]] = {"status.podIP": POD_IP, "metadata.name": pod}[path]
+                case {"valueFrom": {"resourceFieldRef": {"resource": path}}}:
+                    kind, name = path.split(".")
+                    env[item["name"]] = str(container["resources"][kind][name])
                 case {"valueFrom": {"secretKeyRef": {"name": name, "key": key}}}:
                     env[item["name"]] = self._secrets[name][key].decode()
         return env

@@ -78,18 +78,25 @@ class Release:
 
     def start_node(self) -> None:
         """A router's pod, as far as Ray's node is up."""
-        self.forget_cluster("router")
+        self._start_node("router", self.node_port)
+
+    def _start_node(self, component: str, node_port: int) -> None:
+        self.forget_cluster(component)
         own = [f"--{name}=0" for name in NODE_PORTS]
         first = free_port()
         own += [
-            f"--node-manager-port={self.node_port}",
+            f"--node-manager-port={node_port}",
             f"--min-worker-port={first}",
             f"--max-worker-port={first + 20}",
         ]
-        self.start("router", *own)
-        spec = self.spec("router")
-        spec["containers"][0]["startupProbe"]["grpc"]["port"] = self.node_port
-        self.until(lambda: probe(spec, "startupProbe"), "the router's node is up")
+        self.start(component, *own)
+        spec = self.spec(component)
+        spec["containers"][0]["startupProbe"]["grpc"]["port"] = node_port
+        self.until(lambda: probe(spec, "startupProbe"), f"the {component}'s node is up")
+
+    def start_worker_node(self) -> None:
+        """The pod of workers on Ray, as far as its node is up."""
+        self._start_node("worker", free_port())
 
     def forget_cluster(self, component: str) -> None:
         """Ray takes a note of an earlier head, beside the processes of others, for a head that runs."""
@@ -140,27 +147,34 @@ class Release:
         return made
 
 
-@pytest.fixture(scope="module")
-def release(helm: Helm) -> Iterator[Release]:
+@contextlib.contextmanager
+def made(helm: Helm, *more: str) -> Iterator[Release]:
+    """A release with a simulated engine, of which nothing runs yet."""
     folder = Path(tempfile.mkdtemp(prefix="wf-k8s-", dir="/tmp"))  # Ray's sockets need short paths
     own = [f"{name}={free_port()}" for name in (*PORTS, *RAY_PORTS)]
     flags = ["engine=simulated", "kv-blocks=512", "prewarm-deadline=5s", "decode-time=50ms"]
     values = [f"secretsPath={folder}/secrets", "ray.mode=static", "listenAddress=127.0.0.1", "worker.gpu.count=0"]
     values += ["ray.ports.others=26381", "ray.ports.workers=26400"]
-    objects = helm.template("--set", ",".join([*own, *values, *(f"worker.flags.{flag}" for flag in flags)]))
-    made = Release(objects, folder)
+    objects = helm.template("--set", ",".join([*own, *values, *(f"worker.flags.{flag}" for flag in flags), *more]))
+    release = Release(objects, folder)
     try:
-        made.start("valkey", "--bind", "127.0.0.1")
-        made.start("worker")
-        made.start("head")
-        made.until(lambda: probe(made.spec("head"), "readinessProbe"), "the head is ready")
-        made.until(lambda: STARTED in made.log("head"), "the head's own node is up")
-        made.start_node()
-        yield made
+        yield release
     finally:
-        for name in list(made.running):
-            made.kill(name)
+        for name in list(release.running):
+            release.kill(name)
         shutil.rmtree(folder, ignore_errors=True)
+
+
+@pytest.fixture(scope="module")
+def release(helm: Helm) -> Iterator[Release]:
+    with made(helm) as running:
+        running.start("valkey", "--bind", "127.0.0.1")
+        running.start("worker")
+        running.start("head")
+        running.until(lambda: probe(running.spec("head"), "readinessProbe"), "the head is ready")
+        running.until(lambda: STARTED in running.log("head"), "the head's own node is up")
+        running.start_node()
+        yield running
 
 
 def test_a_router_s_pod_is_ready_when_the_controller_has_placed_its_router(release: Release) -> None:
@@ -265,3 +279,19 @@ def test_routers_of_a_fleet_that_was_replaced_serve_until_their_nodes_end(releas
     node.terminate()
     node.wait(timeout=GUARD_S)
     assert "finished draining" in release.log("router")
+
+
+def test_workers_on_ray_are_placed_and_drain_with_their_node(helm: Helm) -> None:
+    with made(helm, "worker.placement=ray,worker.replicas=1,worker.ray.nodes=1") as release:
+        release.start("valkey", "--bind", "127.0.0.1")
+        (release.folder / "head-0.log").touch()
+        release.start_head()
+        release.start_node()
+        release.start_worker_node()
+        release.until(release.is_ready, "a router is ready, for a worker is")
+        release.complete(prompt="to a worker on Ray", max_tokens=2)
+        node = release.running.pop("worker")
+        node.terminate()
+        node.wait(timeout=GUARD_S)
+        assert "finished draining" in release.log("worker")
+        release.until(lambda: not release.is_ready(), "no worker is left")
