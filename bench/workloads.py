@@ -1,11 +1,12 @@
 """What prefix caching gives on eight shapes of load: prefill saved, TTFT with the cache off and on, requests that hit.
 
-    python -P bench/workloads.py [--scale 1.0] [--only TEXT] [--svg FILE] [--threads 2]
+    python -P bench/workloads.py [--scale 1.0] [--only TEXT] [--svg FILE] [--threads 2] [--clock wall|cpu]
 
 The real engine on the packaged SmolLM2 in bfloat16, one request at a time, as a single user would see it. Two engines,
 one with caching and one without, take turns request by request, so that noise hits both. Nothing is warm at first: the
 first request of each load is cold and is counted. Token ids are made up, but a conversation goes on from what the
-model really answered. ``--scale`` multiplies all lengths. One JSON line per load and a table at the end.
+model really answered. ``--scale`` multiplies all lengths. On a machine that others load too, ``--threads 1 --clock cpu``
+counts processor time. One JSON line per load and a table at the end.
 """
 
 import argparse
@@ -13,6 +14,7 @@ import asyncio
 import json
 import random
 import sys
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -170,12 +172,14 @@ async def run_all(options: argparse.Namespace) -> dict[str, dict[str, float]]:
         reuse: ModelRunner(load_model(path, dtype="bfloat16", device=device), num_blocks=blocks, block_size=BLOCK_SIZE)
         for reuse, blocks in ((False, 400), (True, 2000))
     }
+    clock = time.process_time if options.clock == "cpu" else time.perf_counter
     found = {}
     for name, load in LOADS.items():
         if options.only not in name:
             continue
         servers = {
-            reuse: Server(model, table, num_blocks=model.kv.num_blocks, reuse=reuse) for reuse, model in models.items()
+            reuse: Server(model, table, num_blocks=model.kv.num_blocks, reuse=reuse, clock=clock)
+            for reuse, model in models.items()
         }
         try:
             await servers[True].answer([made_up(40, 90_000)], 4)  # the first step of a process is slow
@@ -234,6 +238,7 @@ def main() -> None:
     parser.add_argument("--only", default="", help="loads whose name has this in it")
     parser.add_argument("--svg", type=Path, help="draw the savings there")
     parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--clock", choices=("wall", "cpu"), default="wall")
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
     found = asyncio.run(run_all(options))

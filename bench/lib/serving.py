@@ -3,7 +3,7 @@
 import asyncio
 import time
 from array import array
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from statistics import median
 from typing import Protocol
@@ -97,7 +97,9 @@ class Server:
         step_tokens: int = 512,
         reuse: bool = True,
         token_reuse_min: int | None = None,
+        clock: Callable[[], float] = time.perf_counter,
     ) -> None:
+        self._clock = clock
         self._meter = Meter(model)
         self._num_preemptions = 0
         self._engine = Engine(
@@ -113,7 +115,7 @@ class Server:
 
     async def answer(self, prompts: Sequence[Sequence[int]], output: int) -> Served:
         """All ``prompts`` at once; each answer has ``output`` tokens."""
-        loop, begin = asyncio.get_running_loop(), time.perf_counter()
+        loop, begin = asyncio.get_running_loop(), self._clock()
         computed_before, preempted_before = self._meter.num_tokens, self._num_preemptions
         self._meter.steps.clear()
         endings: list[asyncio.Future[Ending]] = [loop.create_future() for _ in prompts]
@@ -126,7 +128,7 @@ class Server:
                     endings[number].set_result(item)
                     return
                 if not outputs[number]:
-                    ttfts[number] = time.perf_counter() - begin
+                    ttfts[number] = self._clock() - begin
                 outputs[number] += item.token_ids
 
             request = Request(
@@ -141,7 +143,7 @@ class Server:
         for number in range(len(prompts)):
             listen(number)
         ended = await asyncio.gather(*endings)
-        took = time.perf_counter() - begin
+        took = self._clock() - begin
         if failed := [one for one in ended if one.failure]:
             raise SystemExit(f"{len(failed)} requests failed: {failed[0].failure}")
         decoded = sum(one.num_output_tokens - 1 for one in ended)  # the first token is drawn by the prefill
