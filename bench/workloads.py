@@ -5,7 +5,7 @@
 The real engine on the packaged SmolLM2 in bfloat16, one request at a time, as a single user would see it. Two engines,
 one with caching and one without, take turns request by request, so that noise hits both. Nothing is warm at first: the
 first request of each load is cold and is counted. Token ids are made up, but a conversation goes on from what the
-model really answered. ``--scale`` multiplies all lengths. On a machine that others load too, ``--threads 1 --clock cpu``
+model really answered. ``--scale`` multiplies all lengths. On a machine that others use, ``--threads 1 --clock cpu``
 counts processor time. One JSON line per load and a table at the end.
 """
 
