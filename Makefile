@@ -43,6 +43,7 @@ test-slow: $(VENV)/.dev $(VENV)/.kernel test-triton ## real-model fuzz and chaos
 .PHONY: test-triton
 test-triton: .venv-triton/.triton ## the CUDA attention kernel in Triton's interpreter, on the CPU
 	TRITON_INTERPRET=1 .venv-triton/bin/python -m pytest --noconftest tests/worker/test_attention.py -k triton
+	TRITON_INTERPRET=1 PYTHONPATH=.:proto .venv-triton/bin/python -P bench/gpu_check.py --quick --device cpu
 
 soak: $(VENV)/.dev ## leaks and drift (hours)
 	$(RUN) pytest -m soak --timeout 0 $(ARGS)

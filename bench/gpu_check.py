@@ -34,6 +34,7 @@ from worker.loading import LoadedModel
 from worker.lora import shapes_of
 from worker.model_runner import ModelRunner
 from worker.models.config import ModelConfig, RopeConfig
+from worker.plan import activation_bytes
 
 GREEDY = SamplingParams(temperature=0)
 BLOCK_SIZE = 16
@@ -283,6 +284,53 @@ def check_host_blocks(device: torch.device) -> bool:
     return not num_wrong
 
 
+def check_decode_graphs(device: torch.device) -> bool:
+    """Decode steps recorded as graphs against the same steps as they are, for numbers of rows that fill no recording.
+
+    On a CPU nothing can be recorded: the work behind the recordings runs anew each time, padded and planned as on CUDA.
+    """
+    loaded = random_weights(SMALL, torch.float32, torch.device("cpu"))
+    moved = replace(loaded, device=device, weights={key: one.to(device) for key, one in loaded.weights.items()})
+    runner = ModelRunner(moved, num_blocks=64, block_size=BLOCK_SIZE, attention="triton", max_num_seqs=12)
+    prompts = [[(index * 7 + row) % 1000 for index in range(20 + 9 * row)] for row in range(11)]
+    free = iter(range(1, 64))
+    tables = [[next(free) for _ in range(len(prompt) // BLOCK_SIZE + 1)] for prompt in prompts]
+    record = None if device.type == "cuda" else _rerun
+    with torch.inference_mode():
+        runner._graphs = runner.make_decode_graphs(record)
+    worst = 0.0
+    for rows in (1, 3, 5, 11):
+        for prompt, table in zip(prompts[:rows], tables, strict=False):
+            runner.all_logits(StepBatch(slices=[_slice(prompt, 0, table, None)]))
+        step = [_slice([7], len(prompt), table, GREEDY) for prompt, table in zip(prompts[:rows], tables, strict=False)]
+        with torch.inference_mode():
+            recorded = runner._recorded_logits(step)
+            assert recorded is not None
+            recorded = recorded.clone()
+            worst = max(worst, float((recorded - runner._logits(runner._hidden(step), range(rows))).abs().max()))
+    emit("decode graphs against plain steps, float32", "max abs error", value=worst, limit=1e-3)
+    return worst <= 1e-3
+
+
+def _rerun(work: Callable[[], Tensor]) -> tuple[Callable[[], None], Tensor]:
+    scores = work()
+
+    def again() -> None:
+        scores.copy_(work())
+
+    return again, scores
+
+
+def check_memory(device: torch.device) -> bool:
+    """The largest step as measured, beside the estimate that planning begins with."""
+    loaded = random_weights(BILLION, torch.bfloat16, device)
+    runner = ModelRunner(loaded, num_blocks=2, block_size=BLOCK_SIZE, max_num_batched_tokens=8192, max_num_seqs=256)
+    measured = runner.peak_bytes()
+    estimate = activation_bytes(BILLION, max_num_batched_tokens=8192, max_num_seqs=256, element_bytes=2)
+    emit("largest step, 8,192 tokens, 256 rows", "GiB", measured=measured / 2**30, estimate=estimate / 2**30)
+    return measured > 0
+
+
 def figures(names: Sequence[str], device: torch.device) -> None:
     size = 8192
     a = torch.randn(size, size, device=device, dtype=torch.bfloat16)
@@ -323,22 +371,27 @@ def _figures_of(name: str, device: torch.device, flops: float, bandwidth: float)
     prompt = [(index * 31 + index * index) % 128_000 for index in range(4096)]
     loaded = random_weights(BILLION, torch.bfloat16, device)
     weight_bytes, kv_bytes = loaded.weight_bytes, BILLION.kv_bytes_per_token(2)
-    runner = ModelRunner(loaded, num_blocks=4200, block_size=BLOCK_SIZE, attention=name)
+    runner = ModelRunner(loaded, num_blocks=4200, block_size=BLOCK_SIZE, attention=name, max_num_seqs=128)
     for length in (512, 2048, 4096):
         blocks, floor = range(1, 300), 2 * BILLION.num_parameters * length / flops
         took = timed(lambda: _prefill(runner, prompt[:length], 0, blocks), device)  # noqa: B023
         emit(f"{name}: TTFT cold {length}", "ms", value=took * 1e3, floor=floor * 1e3, ratio=took / floor)
         took = timed(lambda: _prefill(runner, prompt[:length], length - 32, blocks), device)  # noqa: B023
         emit(f"{name}: TTFT warm {length}", "ms", value=took * 1e3)
+    runner.record_decode_graphs()
     for count in (1, 8, 32, 128):
         tables = [range(1 + 32 * index, 33 + 32 * index) for index in range(count)]
         step = StepBatch(slices=[_slice([5], 480, table, GREEDY) for table in tables])
         took = timed(lambda: runner.execute(step), device)  # noqa: B023
         floor = (weight_bytes + count * 481 * kv_bytes) / bandwidth
+        graphs, runner._graphs = runner._graphs, None
+        unrecorded = timed(lambda: runner.execute(step), device)  # noqa: B023
+        runner._graphs = graphs
         emit(
             f"{name}: decode batch {count}, context 480",
             "tokens/s",
             value=count / took,
+            without_graphs=count / unrecorded,
             floor=count / floor,
             ratio=floor / took,
         )
@@ -398,6 +451,10 @@ def main() -> int:
     sound = check_backends(names, dtypes, device)
     sound &= check_model(names, device)
     sound &= check_lora(device)
+    sound &= check_decode_graphs(device)
+    if device.type == "cuda":
+        sound &= check_memory(device)
+        torch.cuda.empty_cache()
     sound &= check_host_blocks(device)
     if not options.quick and device.type == "cuda":
         figures(["sdpa", "triton"], device)

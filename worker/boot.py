@@ -30,6 +30,7 @@ from worker.loading.tokenizer import TokenizerFiles, load_tokenizer
 from worker.model_runner import ModelRunner
 from worker.models.config import GenerationDefaults, ModelConfig
 from worker.plan import (
+    MIN_BLOCKS,
     MemoryPlan,
     activation_bytes,
     adapter_bytes,
@@ -64,17 +65,24 @@ def load_replica(config: WorkerConfig, progress: Progress) -> Loaded:
         path, dtype=config.dtype, device=device, progress=lambda done, total: progress("loading weights", done / total)
     )
     progress("preparing", 0.0)
+    is_measured = device.type == "cuda" and config.kv_blocks is None
     runner = ModelRunner(
         loaded,
-        num_blocks=plan.num_blocks,
+        num_blocks=MIN_BLOCKS if is_measured else plan.num_blocks,
         block_size=config.block_size,
         mode="deterministic" if config.mode == "deterministic" else "fast",
         attention=config.attention,
         kv_cache_dtype=config.kv_cache_dtype,
         max_num_batched_tokens=step_tokens,
         max_num_seqs=config.max_num_seqs,
-        num_host_blocks=config.num_host_blocks,
+        num_host_blocks=0 if is_measured else config.num_host_blocks,
     )
+    if is_measured:
+        progress("measuring the largest step", 0.0)
+        plan = plan_memory(config, model, step_bytes=runner.peak_bytes())
+        max_model_len = _max_model_len(config, model, plan)
+        runner.resize(plan.num_blocks, config.num_host_blocks)
+    runner.record_decode_graphs()
     progress("self-test", 0.0)
     runner.self_test()
     host_tokens_per_s = runner.host_tokens_per_s()
@@ -89,20 +97,25 @@ def load_replica(config: WorkerConfig, progress: Progress) -> Loaded:
     )
 
 
-def plan_memory(config: WorkerConfig, model: ModelConfig) -> MemoryPlan:
-    """How many blocks the pool gets. Raises ``PlanError`` when nothing fits."""
+def plan_memory(config: WorkerConfig, model: ModelConfig, step_bytes: int | None = None) -> MemoryPlan:
+    """How many blocks the pool gets. Raises ``PlanError`` when nothing fits.
+
+    ``step_bytes`` is what the largest step was seen to take beside weights and KV; None: an upper estimate.
+    """
     dtype = resolve_dtype(config.dtype, model)
     element_bytes, kept = dtype.itemsize, kv_format(config.kv_cache_dtype, dtype)
     kv_bytes_per_token = model.kv_bytes_per_token(kept.element_bytes, kept.scale_bytes)
     weight_bytes = model.num_parameters * element_bytes
     if config.has_adapters:
         weight_bytes += config.max_loras * adapter_bytes(model, config.max_lora_rank, element_bytes)
-    activations = activation_bytes(
-        model,
-        max_num_batched_tokens=_step_tokens(config),
-        max_num_seqs=config.max_num_seqs,
-        element_bytes=element_bytes,
-    )
+    activations = step_bytes
+    if activations is None:
+        activations = activation_bytes(
+            model,
+            max_num_batched_tokens=_step_tokens(config),
+            max_num_seqs=config.max_num_seqs,
+            element_bytes=element_bytes,
+        )
     block_bytes = kv_bytes_per_token * config.block_size
     machine_bytes = psutil.virtual_memory().total
     device = pick_device(config.device)

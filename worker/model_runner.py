@@ -8,10 +8,11 @@ then a token's scores do not depend on what else is computed, nor on how its pro
 kernels and promises equal text only up to rounding.
 """
 
+import logging
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import pairwise
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -21,14 +22,17 @@ from torch.nn import functional
 from cache.prefix_cache import BlockCopies
 from worker.attention import Span, make_backend
 from worker.attention.sdpa import ROW_MULTIPLE
-from worker.batch import SequenceSlice, SliceResult, StepBatch, TokenLogprobs
-from worker.kv_store import KVStore, kv_format
+from worker.batch import SamplingParams, SequenceSlice, SliceResult, StepBatch, TokenLogprobs
+from worker.decode_graphs import DecodeGraphs, Recorder
+from worker.kv_store import SCRATCH_BLOCK, KVStore, kv_format
 from worker.loading import LoadedModel
 from worker.lora import LoraReader, LoraSet, LoraWeights
 from worker.models.config import ModelConfig
 from worker.models.decoder import Decoder
 from worker.models.ops import make_ops
 from worker.sampler import sample, token_logprobs
+
+logger = logging.getLogger(__name__)
 
 Mode = Literal["fast", "deterministic"]
 MODES = ("fast", "deterministic")
@@ -96,17 +100,9 @@ class ModelRunner:
             cpu_kernel=cpu_kernel,
         )
         self._model = Decoder(self.config, loaded.weights, self._ops)
-        self.kv = KVStore(
-            num_layers=self.config.num_layers,
-            num_blocks=num_blocks,
-            block_size=block_size,
-            num_kv_heads=self.config.num_kv_heads,
-            head_dim=self.config.head_dim,
-            dtype=loaded.dtype,
-            device=self.device,
-            kept=kept,
-            num_host_blocks=num_host_blocks,
-        )
+        self._kept = kept
+        self.kv = self._make_store(num_blocks, num_host_blocks)
+        self._graphs: DecodeGraphs | None = None
         self._loras = LoraSet(deterministic=self._deterministic, dtype=loaded.dtype, device=self.device)
 
     @property
@@ -130,6 +126,76 @@ class ModelRunner:
     def remove_adapter(self, adapter: str) -> None:
         """No slice names it any more."""
         self._loras.remove(adapter)
+
+    @torch.inference_mode()
+    def resize(self, num_blocks: int, num_host_blocks: int) -> None:
+        """Take a KV store of another size; what stood in the old one is gone. Before the first request."""
+        self._graphs = None
+        del self.kv  # before the new one: both might not fit
+        self.kv = self._make_store(num_blocks, num_host_blocks)
+
+    @torch.inference_mode()
+    def record_decode_graphs(self) -> None:
+        """Record decode steps where that helps, on CUDA with the paged kernel. After the last ``resize``.
+
+        What cannot be recorded, or answers otherwise than the same step unrecorded, is left aside with a warning.
+        """
+        if self.device.type != "cuda" or self._attention.name != "triton":
+            return
+        try:
+            self._graphs = self.make_decode_graphs()
+            probe = [_slice("probe", [0], 0, [SCRATCH_BLOCK])]
+            recorded, plain = self._recorded_logits(probe), self._logits(self._hidden(probe), [0])
+            if recorded is None or not torch.allclose(recorded, plain, atol=0.05 * float(plain.abs().max())):
+                raise RuntimeError("recorded decode steps answer otherwise than unrecorded ones")
+        except RuntimeError as error:
+            logger.warning("decode steps run unrecorded, slower in small batches: %s", error)
+            self._graphs = None
+
+    def make_decode_graphs(self, record: Recorder | None = None) -> DecodeGraphs:
+        """Recordings of this model's decode steps; ``record`` stands in for CUDA's in tests."""
+
+        def forward(ids: Tensor, positions: Tensor, slots: Tensor, plan: Any) -> Tensor:
+            return self._model.logits(self._model.forward(ids, positions, slots, self.kv, self._attention, plan))
+
+        attention: Any = self._attention
+        max_blocks = -(-self.config.max_context // self.block_size)
+        return DecodeGraphs(
+            forward,
+            attention,
+            max_rows=self.max_num_seqs,
+            max_blocks=max_blocks,
+            device=self.device,
+            record=record,
+        )
+
+    @torch.inference_mode()
+    def peak_bytes(self) -> int:
+        """What the largest steps take beside weights and KV on a CUDA device, contexts and libraries included.
+
+        Runs them on whatever store there is, two blocks are enough: every table names one block only. What other
+        processes hold on the device counts too. Overwrites the store.
+        """
+        torch.cuda.empty_cache()
+        kept = torch.cuda.memory_allocated(self.device)
+        tokens, sampling = self.max_num_batched_tokens, SamplingParams(temperature=1.0, top_p=0.9)
+        count = min(self.max_num_seqs, tokens)
+        for lengths in (
+            [min(tokens, self.config.max_context)],
+            [min(tokens // count, self.config.max_context)] * count,
+        ):
+            blocks = -(-lengths[0] // self.block_size)
+            slices = [
+                replace(_slice("probe", [0] * length, 0, [SCRATCH_BLOCK] * blocks), sampling=sampling)
+                for length in lengths
+            ]
+            self._step(slices)
+        self.record_decode_graphs()
+        torch.cuda.synchronize(self.device)
+        free, total = torch.cuda.mem_get_info(self.device)
+        self._graphs = None
+        torch.cuda.empty_cache()
+        return total - free - kept
 
     @torch.inference_mode()
     def host_tokens_per_s(self) -> float:
@@ -192,13 +258,36 @@ class ModelRunner:
         hidden = self._hidden(batch.slices)
         return self._logits(hidden, range(len(hidden)))
 
+    def _make_store(self, num_blocks: int, num_host_blocks: int) -> KVStore:
+        return KVStore(
+            num_layers=self.config.num_layers,
+            num_blocks=num_blocks,
+            block_size=self.block_size,
+            num_kv_heads=self.config.num_kv_heads,
+            head_dim=self.config.head_dim,
+            dtype=self._model.dtype,
+            device=self.device,
+            kept=self._kept,
+            num_host_blocks=num_host_blocks,
+        )
+
+    def _recorded_logits(self, slices: Sequence[SequenceSlice]) -> Tensor | None:
+        """Scores of a step in which all rows decode, one per slice, where such a step is recorded; else None."""
+        if self._graphs is None or self._loras.rows_of(slices) is not None:
+            return None
+        if any(len(one.token_ids) != 1 or one.num_prompt_logprobs is not None for one in slices):
+            return None
+        return self._graphs.run(*_lay_flat(slices, self.block_size))
+
     def _step(self, slices: Sequence[SequenceSlice]) -> list[SliceResult]:
-        hidden = self._hidden(slices)
+        recorded = self._recorded_logits(slices)
+        hidden = self._hidden(slices) if recorded is None else recorded[:0]  # nobody asks for it then
         ends = np.cumsum([len(one.token_ids) for one in slices])
         drawing = [index for index, one in enumerate(slices) if one.sampling is not None]
         results = [SliceResult() for _ in slices]
         if drawing:
-            logits = self._logits(hidden, [int(ends[index]) - 1 for index in drawing])
+            rows = [int(ends[index]) - 1 for index in drawing]
+            logits = self._logits(hidden, rows) if recorded is None else recorded[rows]
             sound = torch.isfinite(logits.sum(dim=-1)).tolist()
             draws = iter(sample(logits[sound], [slices[i] for i, ok in zip(drawing, sound, strict=True) if ok]))
             for index, is_sound in zip(drawing, sound, strict=True):

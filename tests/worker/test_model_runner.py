@@ -11,6 +11,7 @@ from cache.events import Tier
 from cache.prefix_cache import BlockCopies
 from tests.worker.tiny_models import CPU, GREEDY, logits_of, random_model, runner_of, slice_of, write_folder
 from worker.batch import SamplingParams, StepBatch
+from worker.decode_graphs import sizes
 from worker.loading import load_model
 from worker.model_runner import ModelRunner
 
@@ -125,6 +126,20 @@ def test_a_seeded_draw_depends_on_neither_batch_nor_chunks(folder: Path) -> None
     runner.execute(StepBatch(slices=[slice_of(PROMPT[:20], 0, [3, 4])]))
     mixed = runner.execute(StepBatch(slices=[*others, slice_of(PROMPT[20:30], 20, [3, 4], sampling)]))[-1]
     assert mixed == alone
+
+
+def test_a_store_of_another_size_serves_as_the_first_did(folder: Path) -> None:
+    runner = runner_of(folder, mode="deterministic")
+    cold = logits_of(runner, PROMPT[:40])
+    runner.resize(7, num_host_blocks=0)
+    assert runner.kv.num_blocks == 7
+    assert torch.equal(logits_of(runner, PROMPT[:40]), cold)
+
+
+def test_decode_steps_are_recorded_for_every_number_of_rows_up_to_the_largest() -> None:
+    assert sizes(1) == [1, 2, 4, 8]
+    assert sizes(12) == [1, 2, 4, 8, 16]
+    assert sizes(32) == [1, 2, 4, 8, 16, 24, 32]
 
 
 def test_deterministic_mode_refuses_a_backend_whose_shapes_are_not_fixed(folder: Path) -> None:

@@ -14,7 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from worker.attention import Span
-from worker.kv_store import Pages
+from worker.kv_store import SCRATCH_BLOCK, Pages
 
 KEY_TILE = 64
 DECODE_ROWS, PREFILL_ROWS = 16, 64  # 16 is the least that a tensor core's product takes
@@ -54,6 +54,30 @@ class TritonAttention:
             tables.to(self._device),
             tile_rows,
         )
+
+    def decode_buffers(self, max_rows: int, max_blocks: int) -> _Plan:
+        """Room for the plan of up to ``max_rows`` decode rows, one tile each, that ``refill`` fills."""
+        tiles = torch.stack((torch.arange(max_rows), torch.zeros(max_rows, dtype=torch.int64)), dim=1)
+        spans = torch.ones(max_rows, 3, dtype=torch.int32)
+        spans[:, 0] = torch.arange(max_rows)
+        tables = torch.zeros(max_rows, max_blocks, dtype=torch.int32, device=self._device)
+        return _Plan(tiles.int().to(self._device), spans.to(self._device), tables, DECODE_ROWS)
+
+    @staticmethod
+    def first_rows(buffers: _Plan, count: int) -> _Plan:
+        """The plan of the first ``count`` rows, in the same memory."""
+        return _Plan(buffers.tiles[:count], buffers.spans[:count], buffers.tables[:count], buffers.tile_rows)
+
+    def refill(self, buffers: _Plan, spans: Sequence[Span], count: int) -> None:
+        """Plan decode rows, one of each of ``spans``; the others of ``count`` rows look at scratch alone."""
+        used = [-(-span.num_keys // self._block_size) for span in spans]
+        tables = torch.full((count, max(used)), SCRATCH_BLOCK, dtype=torch.int32)
+        keys = torch.ones(count, dtype=torch.int32)
+        for row, (span, blocks) in enumerate(zip(spans, used, strict=True)):
+            tables[row, :blocks] = torch.tensor(span.block_ids[:blocks], dtype=torch.int32)
+            keys[row] = span.num_keys
+        buffers.tables[:count, : max(used)].copy_(tables)
+        buffers.spans[:count, 2].copy_(keys)
 
     def attend(self, queries: Tensor, keys: Pages, values: Pages, plan: _Plan) -> Tensor:
         """See ``AttentionBackend.attend``."""
