@@ -82,10 +82,11 @@ bench: bench-cache bench-engine bench-lora bench-router bench-placement ## every
 bench-cache: $(VENV)/.dev ## hashing, block pool, index
 	$(BENCH)/cache.py $(ARGS)
 
-bench-engine: $(VENV)/.dev $(VENV)/.kernel ## TTFT cold and warm, decode, beside transformers; shared prefix, nothing shared
+bench-engine: $(VENV)/.dev $(VENV)/.kernel ## TTFT cold and warm, decode, beside transformers; shared prefix, nothing shared, host memory
 	$(BENCH)/engine.py $(ARGS)
 	$(BENCH)/shared_prefix.py
 	$(BENCH)/nothing_shared.py
+	$(BENCH)/host_tier.py
 
 bench-workloads: $(VENV)/.dev $(VENV)/.kernel ## what caching saves on eight shapes of load, real model (10 minutes; ARGS="--svg FILE")
 	$(BENCH)/workloads.py $(ARGS)
