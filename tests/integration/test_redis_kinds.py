@@ -55,7 +55,7 @@ class Fleet:
     def index_is_true(self) -> bool:
         index = self.router.fleet.index
         return self.router.fleet.mirror.online and all(
-            index.num_blocks(worker.replica.config.replica_id) == worker._engine.snapshot().num_cached_blocks  # type: ignore[union-attr]
+            index.num_blocks(worker.replica.config.replica_id) == worker._engine.snapshot().num_cached_blocks
             for worker in self.workers
         )
 
@@ -88,7 +88,7 @@ async def fleet_on(
     workers = [Worker(config) for config in configs]
     ready = [asyncio.Event() for _ in workers]
     running = [
-        asyncio.create_task(worker.run(lambda _, event=event: event.set()))  # type: ignore[misc]
+        asyncio.create_task(worker.run(lambda _, event=event: event.set()))
         for worker, event in zip(workers, ready, strict=True)
     ]
     router = Router(
@@ -136,7 +136,7 @@ async def test_a_fleet_on_a_cluster_has_its_keys_on_one_node(cluster: ClusterOf3
             assert await fleet.complete(prompt) == 200
         await fleet.until_the_index_is_true()
         assert fleet.router.fleet.index.num_blocks("w0") + fleet.router.fleet.index.num_blocks("w1") > 0
-        holders = [node for node in cluster.nodes if any(names[0] in str(key) for key in node.ask("KEYS", "*"))]  # type: ignore[attr-defined]
+        holders = [node for node in cluster.nodes if any(names[0] in str(key) for key in node.ask("KEYS", "*"))]
         assert holders == [cluster.owner(names[0])]
 
 
@@ -163,7 +163,7 @@ async def test_a_slot_that_moves_to_another_node_is_followed(cluster: ClusterOf3
     new_id = new.ask("CLUSTER", "MYID")
     await client.delete(key)
     for node in cluster.nodes:
-        node.ask("CLUSTER", "SETSLOT", slot, "NODE", new_id.decode())  # type: ignore[attr-defined]
+        node.ask("CLUSTER", "SETSLOT", slot, "NODE", new_id.decode())
     with pytest.raises(Exception, match="has lost the keys"):
         await client.set(key, b"2")
     await client.set(key, b"3")
@@ -189,7 +189,7 @@ async def test_no_request_fails_while_a_sentinel_moves_the_master(tmp_path: Path
         await fleet.until_the_index_is_true()
         assert set(codes) == {200}
         assert len(codes) > 30
-        assert watched.replica.ask("ROLE")[0] == b"master"  # type: ignore[index]
+        assert watched.replica.ask("ROLE")[0] == b"master"
         watched.master.start_again()  # a sentinel makes it a replica of the new one: nobody may write there
         codes.append(await fleet.complete(next(prompt)))
         await fleet.until_the_index_is_true()
@@ -215,7 +215,7 @@ async def test_no_request_fails_while_a_cluster_promotes_a_replica(tmp_path: Pat
         await fleet.until_the_index_is_true()
         assert set(codes) == {200}
         assert len(codes) > 30
-        assert cluster.replicas[owner].ask("ROLE")[0] == b"master"  # type: ignore[index]
+        assert cluster.replicas[owner].ask("ROLE")[0] == b"master"
 
 
 async def test_the_sentinels_are_asked_one_after_the_other(tmp_path: Path, started: list[Server]) -> None:
