@@ -217,7 +217,8 @@ async def test_an_engine_on_which_nothing_works_dies_loudly_and_everyone_hears_o
         await runs.begun.wait()
         runner.dead = True
         await runs.ended.wait()
-        await asyncio.sleep(0)
+        while not bench.deaths:  # told just after its requests were
+            await asyncio.sleep(0.01)
         with pytest.raises(EngineStoppedError):
             bench.submit(PROMPT)
     assert runs.ending is not None
