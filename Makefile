@@ -45,7 +45,7 @@ test-triton: .venv-triton/.triton ## the CUDA attention kernel in Triton's inter
 	TRITON_INTERPRET=1 .venv-triton/bin/python -m pytest --noconftest tests/worker/test_attention.py -k triton
 	TRITON_INTERPRET=1 PYTHONPATH=.:proto .venv-triton/bin/python -P bench/gpu_check.py --quick --device cpu
 
-soak: $(VENV)/.dev ## leaks and drift (hours)
+soak: $(VENV)/.dev ## leaks and drift (hours; SOAK_SCALE=0.15 shortens it)
 	$(RUN) pytest -m soak --timeout 0 $(ARGS)
 
 check: $(VENV)/.dev $(VENV)/.kernel lint proto-check ## formatting, lint, types, import rules, and that the generated code is the .proto's

@@ -221,6 +221,7 @@ def prepare(cell: Cell, seed: int, mooncake: Path | None) -> Prepared:
         num_replicas=cell.replicas,
         kv_blocks=max(longest, num_distinct * cell.cache_percent // (100 * cell.replicas)),
         decode_s=DECODE_S,
+        max_num_batched_tokens=2048 if cell.load == "conversation" else 512,  # its prompts have 12,000 tokens
         in_flight=cell.in_flight,
     )
     if cell.open_share is not None:

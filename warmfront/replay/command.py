@@ -126,7 +126,9 @@ class Policies(click.ParamType[list[str]]):
 )
 @click.option("--max-num-seqs", type=click.IntRange(min=1), default=64, show_default=True, help="Requests in one step.")
 @click.option("--event-delay", type=Duration(), default="1ms", show_default=True, help="From a step to the index.")
-@click.option("--heartbeat", type=Duration(), default="1s", show_default=True, help="How often leases tell LRU ages.")
+@click.option(
+    "--heartbeat", type=Duration(), default="100ms", show_default=True, help="How often leases tell LRU ages."
+)
 @click.option("--seed", type=int, default=0, show_default=True, help="Of ties and random choices.")
 @click.option("--limit", type=click.IntRange(min=1), help="Only the trace's first requests.")
 @click.option("--model", type=FILE, help="Whose tokenizer reads text and messages. Default: the packaged SmolLM2.")

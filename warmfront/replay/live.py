@@ -89,8 +89,9 @@ async def _cluster(
     valkey = EmbeddedValkey(directory, {})
     processes: list[subprocess.Popen[bytes]] = []
     try:
-        common = ["--redis", valkey.url, "--fleet", "replay", "--heartbeat", format_duration(settings.heartbeat_s)]
-        common += ["--lease", format_duration(max(5.0, 5 * settings.heartbeat_s))]
+        heartbeat_s = settings.heartbeat_s * time_scale
+        common = ["--redis", valkey.url, "--fleet", "replay", "--heartbeat", format_duration(heartbeat_s)]
+        common += ["--lease", format_duration(max(5.0, 5 * heartbeat_s))]
         worker = ["worker", *common, "--engine", "simulated", "--model", "bytes", "--replica-id", "r"]
         worker += ["--count", f"{settings.num_replicas}", "--kv-blocks", f"{settings.kv_blocks}"]
         worker += ["--host-kv-blocks", f"{settings.host_kv_blocks}"]

@@ -24,5 +24,5 @@ class Settings:
     speed: float | None = None  # open loop: requests come as in the trace, so many times as fast
     num_routers: int = 1  # requests go to them in turn
     event_delay_s: float = 0.001  # from a replica's step to the routers' index
-    heartbeat_s: float = 1.0
+    heartbeat_s: float = 0.1  # of leases, which tell LRU ages; a closed loop plays minutes of a trace in seconds
     seed: int = 0  # of ties and of random choices
