@@ -72,6 +72,7 @@ class Spec:
     fleet: str = "default"
     generation: str = ""
     num_blocks: int = 1024
+    num_host_blocks: int = 0
     block_size: int = 16
     algorithm: str = "sha256_cbor"
     seed: str = DEFAULT_SEED
@@ -94,7 +95,12 @@ class SimulatedWorker(worker_pb2_grpc.WorkerServicer):
         self.generation = spec.generation or f"{time.time_ns() // 1_000_000:012x}-{secrets.token_hex(3)}"
         self.scheme = HashScheme(spec.algorithm, spec.block_size, spec.seed)
         self.cache = PrefixCache(
-            spec.num_blocks, self.scheme, spec.prefix_caching, replica=spec.replica, generation=self.generation
+            spec.num_blocks,
+            self.scheme,
+            spec.prefix_caching,
+            replica=spec.replica,
+            generation=self.generation,
+            num_host_blocks=spec.num_host_blocks,
         )
         self.state: int = common_pb2.READY
         self.requests: list[worker_pb2.WorkerGenerateRequest] = []
@@ -374,6 +380,8 @@ class SimulatedWorker(worker_pb2_grpc.WorkerServicer):
                 kv_blocks_used=cache.num_used_blocks,
                 kv_blocks_cached=cache.num_cached_blocks,
                 resident_hashes=cache.num_cached_blocks,
+                host_kv_blocks=cache.num_host_blocks,
+                host_kv_blocks_cached=cache.num_host_cached_blocks,
             ),
             heartbeat_ms=int(self.spec.heartbeat_s * 1000),
             lease_ms=int(self.spec.lease_s * 1000),
@@ -385,6 +393,7 @@ class SimulatedWorker(worker_pb2_grpc.WorkerServicer):
 
     async def report_events(self) -> None:
         """Write the events made so far; on failure a snapshot stands in for them."""
+        self.cache.take_copies()  # nothing lies in its blocks
         batch = self.cache.take_events()
         if batch is not None:
             self._batches.append(batch)

@@ -18,7 +18,7 @@ import pytest
 from redis.exceptions import ResponseError
 
 from cache.block_hash import BlockChain
-from cache.events import EventBatch, Stored, encode_batch
+from cache.events import EventBatch, Stored, Tier, encode_batch
 from cache.prefix_index import PrefixIndex
 from common.redis_client import connect_redis
 from router.index_mirror import IndexMirror
@@ -64,6 +64,7 @@ class Mirrored:
             fleet=self.fleet,
             generation=f"{self.boots:012x}-000000",
             num_blocks=BLOCKS,
+            num_host_blocks=BLOCKS // 2 if replica == "w1" else 0,
             block_size=BLOCK,
             lease_s=1000,
             heartbeat_s=1000,  # beaten by hand
@@ -101,13 +102,13 @@ class Mirrored:
     def is_true(self, replica: str) -> bool:
         worker = self.workers[replica]
         index = self.mirror.index
-        if index.num_blocks(replica) != worker.cache.num_cached_blocks:
+        held = [worker.cache.num_cached_blocks, worker.cache.num_host_cached_blocks]
+        if [index.num_blocks(replica, tier) for tier in Tier] != held:
             return False
         for chain in self.chains[replica]:
             longer = worker.scheme.chain([*chain.token_ids, 1])  # so that the last block may match as well
-            held = worker.cache.match(longer) // BLOCK
             depths = index.match(chain.keys)
-            if (depths[replica].device if replica in depths else 0) != held:
+            if (depths[replica].total if replica in depths else 0) != worker.cache.match(longer) // BLOCK:
                 return False
         return True
 
