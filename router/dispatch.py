@@ -161,6 +161,7 @@ class Dispatcher:
         asked = worker_pb2.ExplainCacheRequest(
             token_ids=packed, cache_salt=call.cache_salt, lora=call.lora, lora_version=call.lora_version
         )
+        record.would_wait = decision is not None and self._fleet.is_full(decision.chosen.replica)
         record.cache = await ask_cache(self._fleet, record, asked)
         return record
 

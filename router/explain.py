@@ -50,6 +50,7 @@ class Record:
     cached_tokens: int | None = None
     ttft_s: float | None = None
     queue_s: float = 0.0  # held back by the router before it was sent
+    would_wait: bool = False  # asked about, not sent: the chosen replica is full
     generation: str = ""  # of the chosen replica
     missing_key: int | None = None  # of the first block that it had to compute and could have had
     cache: common_pb2.CacheExplanation | None = None  # what it says of its cache, once it was asked
@@ -103,6 +104,8 @@ def explain(record: Record) -> admin_pb2.Explanation:
     if decision is not None:
         explanation.chosen = decision.chosen.replica
         explanation.replicas.extend(_candidates(record, decision))
+        if record.would_wait:
+            explanation.replicas[0].detail = "full: the request would wait in the router's queue"
     seen = {one.replica for one in explanation.replicas}
     others = {name: Absence("READY", "not_sampled") for name in record.eligible if name not in seen}
     others |= {**record.absent, **record.passed_over}

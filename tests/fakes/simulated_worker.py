@@ -156,7 +156,7 @@ class SimulatedWorker(worker_pb2_grpc.WorkerServicer):
             async for message in self._answer(request, context):
                 yield message
             self.num_answered += 1
-        except asyncio.CancelledError:
+        except (asyncio.CancelledError, GeneratorExit):  # the one while it computes, the other while it writes
             self.num_cancelled += 1
             raise
         finally:

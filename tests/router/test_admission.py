@@ -230,10 +230,25 @@ async def test_what_was_held_back_says_so_in_its_explanation(cluster: Cluster) -
     crowd = Crowd(cluster)
     await crowd.send("runs")
     await crowd.send("waits", headers={"x-request-id": "held"})
+    asked = (await cluster.http.post("/v1/explain", json=completion("a third"))).json()
+    assert "would wait" in asked["replicas"][0]["detail"]
     gate.set()
     await crowd.end()
     explained = (await cluster.http.post("/v1/explain", json={"request_id": "held"})).json()
     assert explained["queue_s"] > 0
+
+
+async def test_a_router_at_its_own_bound_queues_though_replicas_have_room(cluster: Cluster) -> None:
+    worker = await cluster.add_worker("w0")
+    router = await cluster.add_router(max_inflight_requests=2)
+    gate = await close_gate(worker)
+    crowd = Crowd(cluster)
+    for number in range(4):
+        await crowd.send(f"a{number}")
+    assert (router.dispatcher.queue.num_in_flight, len(router.dispatcher.queue)) == (2, 2)
+    gate.set()
+    assert {response.status_code for response in await crowd.end()} == {200}
+    await until(lambda: (router.dispatcher.queue.num_in_flight, router.dispatcher.queue.tokens_in_flight) == (0, 0))
 
 
 async def test_two_routers_keep_one_replica_s_bound_together(cluster: Cluster) -> None:

@@ -115,6 +115,7 @@ async def test_a_client_that_does_not_read_is_cut_off_over_grpc(cluster: Cluster
         assert error.value.code() in (grpc.StatusCode.ABORTED, grpc.StatusCode.CANCELLED)
 
 
+@pytest.mark.slow
 async def test_a_client_that_pauses_for_less_than_the_limit_gets_it_all(cluster: Cluster) -> None:
     await cluster.add_worker("w0", **LONG)
     router = await cluster.add_router(stall_timeout_s=20.0)
