@@ -1,12 +1,14 @@
 """What prefix caching gives on eight shapes of load: prefill saved, TTFT with the cache off and on, requests that hit.
 
     python -P bench/workloads.py [--scale 1.0] [--only TEXT] [--svg FILE] [--threads 2] [--clock wall|cpu]
+                                 [--count-only]
 
 The real engine on the packaged SmolLM2 in bfloat16, one request at a time, as a single user would see it. Two engines,
 one with caching and one without, take turns request by request, so that noise hits both. Nothing is warm at first: the
 first request of each load is cold and is counted. Token ids are made up, but a conversation goes on from what the
 model really answered. ``--scale`` multiplies all lengths. On a machine that others use, ``--threads 1 --clock cpu``
-counts processor time. One JSON line per load and a table at the end.
+counts processor time. With ``--count-only`` no model runs: what is saved is the same, and there are no times. One JSON
+line per load and a table at the end.
 """
 
 import argparse
@@ -136,17 +138,20 @@ class Outcome:
     computed: int = 0
     hits: int = 0
 
-    def figures(self) -> dict[str, float]:
+    def figures(self, timed: bool) -> dict[str, float]:
         off, on = mean(self.ttfts_s[False]), mean(self.ttfts_s[True])
-        return {
+        counts = {
             "requests": len(self.ttfts_s[True]),
             "mean_prompt_tokens": round(self.prompt_tokens / len(self.ttfts_s[True])),
             "prefill_saved": round(1 - self.computed / self.prompt_tokens, 4),
             "requests_that_hit": round(self.hits / len(self.ttfts_s[True]), 4),
+        }
+        times = {
             "ttft_off_ms": round(off * 1e3, 1),
             "ttft_on_ms": round(on * 1e3, 1),
             "ttft_saved": round(1 - on / off, 4),
         }
+        return counts | times if timed else counts
 
 
 async def run(load: Callable[[Source], Prompts], servers: dict[bool, Server], scale: float) -> Outcome:
@@ -168,23 +173,25 @@ async def run(load: Callable[[Source], Prompts], servers: dict[bool, Server], sc
 async def run_all(options: argparse.Namespace) -> dict[str, dict[str, float]]:
     path, device = default_model_path(), torch.device("cpu")
     table = TokenTable.from_tokenizer_json(load_tokenizer(path).tokenizer_json)
-    models = {
-        reuse: ModelRunner(load_model(path, dtype="bfloat16", device=device), num_blocks=blocks, block_size=BLOCK_SIZE)
-        for reuse, blocks in ((False, 400), (True, 2000))
-    }
+    pools = {False: 400, True: 2000}  # blocks
+    models: dict[bool, ModelRunner | None] = {False: None, True: None}
+    if not options.count_only:
+        for reuse, blocks in pools.items():
+            loaded = load_model(path, dtype="bfloat16", device=device)
+            models[reuse] = ModelRunner(loaded, num_blocks=blocks, block_size=BLOCK_SIZE)
     clock = time.process_time if options.clock == "cpu" else time.perf_counter
     found = {}
     for name, load in LOADS.items():
         if options.only not in name:
             continue
         servers = {
-            reuse: Server(model, table, num_blocks=model.kv.num_blocks, reuse=reuse, clock=clock)
+            reuse: Server(model, table, num_blocks=pools[reuse], reuse=reuse, clock=clock)
             for reuse, model in models.items()
         }
         try:
             await servers[True].answer([made_up(40, 90_000)], 4)  # the first step of a process is slow
             await servers[False].answer([made_up(40, 90_000)], 4)
-            found[name] = (await run(load, servers, options.scale)).figures()
+            found[name] = (await run(load, servers, options.scale)).figures(timed=not options.count_only)
         finally:
             for server in servers.values():
                 server.stop()
@@ -193,17 +200,17 @@ async def run_all(options: argparse.Namespace) -> dict[str, dict[str, float]]:
 
 
 def markdown(found: dict[str, dict[str, float]]) -> str:
-    lines = [
-        "| load | requests x mean prompt | prefill saved | requests that hit | TTFT off / on | TTFT saved |",
-        "| --- | --- | --- | --- | --- | --- |",
-    ]
+    timed = all("ttft_saved" in one for one in found.values())
+    names = ["load", "requests x mean prompt", "prefill saved", "requests that hit"]
+    lines = [names + ["TTFT off / on", "TTFT saved"] * timed]
+    lines.append(["---"] * len(lines[0]))
     for name, one in found.items():
-        lines.append(
-            f"| {name} | {one['requests']} x {one['mean_prompt_tokens']:,} | {one['prefill_saved']:.0%} "
-            f"| {one['requests_that_hit']:.0%} | {one['ttft_off_ms']:.0f} / {one['ttft_on_ms']:.0f} ms "
-            f"| {one['ttft_saved']:.0%} |"
-        )
-    return "\n".join(lines)
+        cells = [name, f"{one['requests']} x {one['mean_prompt_tokens']:,}"]
+        cells += [f"{one['prefill_saved']:.0%}", f"{one['requests_that_hit']:.0%}"]
+        if timed:
+            cells += [f"{one['ttft_off_ms']:.0f} / {one['ttft_on_ms']:.0f} ms", f"{one['ttft_saved']:.0%}"]
+        lines.append(cells)
+    return "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
 
 
 def svg(found: dict[str, dict[str, float]]) -> str:
@@ -222,6 +229,8 @@ def svg(found: dict[str, dict[str, float]]) -> str:
         top = 14 + row * number
         parts.append(f'<text x="{left - 10}" y="{top + 20}" text-anchor="end">{name}</text>')
         for offset, key, colour in ((0, "prefill_saved", "#0a7"), (16, "ttft_saved", "#38c")):
+            if key not in one:
+                continue
             share = max(0.0, one[key])
             parts.append(
                 f'<rect x="{left}" y="{top + offset}" width="{width * share:.1f}" height="14" fill="{colour}"/>'
@@ -239,6 +248,7 @@ def main() -> None:
     parser.add_argument("--svg", type=Path, help="draw the savings there")
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--clock", choices=("wall", "cpu"), default="wall")
+    parser.add_argument("--count-only", action="store_true")
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
     found = asyncio.run(run_all(options))
