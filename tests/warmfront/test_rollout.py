@@ -99,8 +99,9 @@ def test_workers_are_scaled_and_replaced_under_load_and_nobody_notices(
 
 @pytest.mark.slow
 def test_on_ray_workers_are_scaled_and_replaced_under_load_and_nobody_notices(
-    cli: Cli, temp_root: Path, tmp_path: Path
+    cli: Cli, temp_root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setenv("RAY_ADDRESS", "127.0.0.1:1")  # a cluster of the user's beside this one is never joined
     with started(tmp_path, "--replicas", "2", "--heartbeat", "300ms") as up:
         up.wait_ready()
         replaced(cli, up, 3)
