@@ -24,7 +24,8 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from common.logs import configure_logging
 from router.actor import RouterActor
 from router.config import RouterConfig
-from router.controller import Controller, Desired, Seen, refuses
+from router.controller import Controller
+from router.launcher import Desired, Seen, refuses
 from router.reconcile import DRAINING, GONE, READY, Group
 from router.worker_client import is_serving
 from warmfront.desired import REDIS_ENV, as_params, own_ports, read_desired

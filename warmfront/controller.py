@@ -17,7 +17,7 @@ import click
 from prometheus_client import CollectorRegistry, Gauge, start_http_server
 
 from common.logs import configure_logging
-from router.controller import Desired
+from router.launcher import Desired
 from warmfront.desired import read_desired, read_status
 from warmfront.errors import Failure, WrongUse
 from warmfront.options import ENV_PREFIX, PORT

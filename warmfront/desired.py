@@ -19,7 +19,8 @@ import yaml
 
 from router.autoscale import Autoscale
 from router.config import RouterConfig
-from router.controller import STATUS_FILE, Desired
+from router.controller import STATUS_FILE
+from router.launcher import Desired
 from router.reconcile import Group, Rollout
 from warmfront.errors import WrongUse
 from warmfront.options import BY_PARAM, ENV_PREFIX, Duration, fill, flags_of

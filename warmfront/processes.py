@@ -20,7 +20,8 @@ from typing import Any
 import yaml
 from warmfront_pb.v1 import common_pb2
 
-from router.controller import Controller, Seen
+from router.controller import Controller
+from router.launcher import Seen
 from router.reconcile import DRAINING, GONE, READY, STARTING, Group
 from router.worker_client import is_serving
 from warmfront.desired import DESIRED_FILE, own_ports, read_desired

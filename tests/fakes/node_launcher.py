@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from warmfront_pb.v1 import common_pb2
 
-from router.controller import Seen
+from router.launcher import Seen
 from router.reconcile import GONE, READY, STARTING, Group
 
 

@@ -14,7 +14,7 @@ import grpc
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from ray.actor import exit_actor
 
-from router.controller import Desired
+from router.launcher import Desired
 from warmfront.actors import RayLauncher
 
 

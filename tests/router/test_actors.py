@@ -17,7 +17,8 @@ from typing import Any, TypeAlias
 import httpx
 import pytest
 
-from router.controller import MAX_STRIKES, STATUS_FILE, Controller, Desired, Health, WatchTiming
+from router.controller import STATUS_FILE, Controller, WatchTiming
+from router.launcher import MAX_STRIKES, Desired, Health
 from router.reconcile import Group
 
 ray = pytest.importorskip("ray")

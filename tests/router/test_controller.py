@@ -13,7 +13,8 @@ import redis
 from warmfront_pb.v1 import common_pb2
 
 from router.autoscale import Autoscale
-from router.controller import MAX_STRIKES, Controller, Desired
+from router.controller import Controller
+from router.launcher import MAX_STRIKES, Desired
 from router.reconcile import DRAINING, READY, Group
 from router.registry import FleetKeys
 from tests.fakes.memory_launcher import MemoryLauncher

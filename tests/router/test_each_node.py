@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from router.controller import Controller, Desired
+from router.controller import Controller
+from router.launcher import Desired
 from router.reconcile import Group, Rollout
 from tests.fakes.node_launcher import Node, NodeLauncher
 
