@@ -273,7 +273,7 @@ class ModelRunner:
 
     def _recorded_logits(self, slices: Sequence[SequenceSlice]) -> Tensor | None:
         """Scores of a step in which all rows decode, one per slice, where such a step is recorded; else None."""
-        if self._graphs is None or self._loras.rows_of(slices) is not None:
+        if self._graphs is None or any(one.lora is not None for one in slices):
             return None
         if any(len(one.token_ids) != 1 or one.num_prompt_logprobs is not None for one in slices):
             return None
