@@ -58,8 +58,10 @@ def test_a_gated_layer_is_silu_of_one_product_times_another(rows: int, has_bias:
         for weight, bias in ((gate, biases[0]), (up, biases[1]))
     )
     assert_close(gated(x), functional.silu(g) * u)
-    for found, wanted in zip(gated.parts(x), (g, u), strict=True):
+    parts = gated.parts(x)
+    for found, wanted in zip(parts, (g, u), strict=True):
         assert_close(found, wanted)
+    assert_close(gated.combine(*parts), functional.silu(g) * u)
 
 
 @built
