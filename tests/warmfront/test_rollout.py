@@ -16,6 +16,7 @@ from tests.warmfront.conftest import Cli
 from tests.warmfront.test_cluster import Up, ask, started, wait_for
 from warmfront.errors import Failure, WrongUse
 from warmfront.rollout import change_settings
+from warmfront.wishes import Wishes
 
 
 @contextmanager
@@ -124,6 +125,17 @@ def test_without_a_cluster_there_is_nothing_to_scale(cli: Cli, tmp_path: Path) -
     assert "change its min and max" in cli("scale", "2", "--desired", str(path)).err
     late = cli("rollout", "--desired", str(path), "--no-wait")
     assert (late.exit_code, yaml.safe_load(path.read_text())["workers"]["rollout"]) == (0, {"attempt": 1})
+
+
+def test_two_of_them_at_once_are_refused(cli: Cli, tmp_path: Path) -> None:
+    path = tmp_path / "desired.yaml"
+    path.write_text("redis: redis://127.0.0.1:1/0\nworkers: {replicas: 1, settings: {engine: simulated}}\n")
+    with Wishes(path, tmp_path).locked():
+        refused = cli("scale", "2", "--desired", str(path))
+    assert (refused.exit_code, "another scale or rollout" in refused.err) == (2, True)
+    assert cli("scale", "2", "--desired", str(path), "--no-wait").exit_code == 0
+    late = cli("scale", "3", "--desired", str(path), "--deadline", "300ms")  # no controller is there
+    assert (late.exit_code, "not 3 READY workers after 300ms" in late.err) == (3, True)
 
 
 def test_settings_keep_the_spelling_of_their_file_and_an_empty_value_takes_one_away() -> None:
