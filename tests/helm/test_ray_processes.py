@@ -154,7 +154,8 @@ def made(helm: Helm, *more: str) -> Iterator[Release]:
     own = [f"{name}={free_port()}" for name in (*PORTS, *RAY_PORTS)]
     flags = ["engine=simulated", "kv-blocks=512", "prewarm-deadline=5s", "decode-time=50ms"]
     values = [f"secretsPath={folder}/secrets", "ray.mode=static", "listenAddress=127.0.0.1", "worker.gpu.count=0"]
-    values += ["ray.ports.others=26381", "ray.ports.workers=26400"]
+    first = 20000 + os.getpid() % 100 * 110  # two runs on one machine do not meet
+    values += [f"ray.ports.others={first}", f"ray.ports.workers={first + 10}"]
     objects = helm.template("--set", ",".join([*own, *values, *(f"worker.flags.{flag}" for flag in flags), *more]))
     release = Release(objects, folder)
     try:
