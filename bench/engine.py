@@ -163,7 +163,9 @@ class Vllm:
         work = {"prompts": [list(prompt) for prompt in prompts], "num_tokens": num_tokens, "reset": reset}
         self._process.stdin.write(json.dumps(work) + "\n")
         self._process.stdin.flush()
-        return float(self._answer()["seconds"])
+        seconds = float(self._answer()["seconds"])
+        time.sleep(0.5)  # until its idle threads have stopped spinning: the cores are the next one's
+        return seconds
 
     def _answer(self) -> dict[str, Any]:
         assert self._process.stdout is not None
