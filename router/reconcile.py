@@ -13,6 +13,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, TypeAlias
 
 STARTING, WARMING, READY, DRAINING, GONE = "STARTING", "WARMING", "READY", "DRAINING", "GONE"
+MAX_STARTING = 16  # parts that start at once: a mistyped count must not take all of a machine before it is corrected
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -140,6 +141,7 @@ def plan(
         drains += _surplus(new)[: len(new) - want] if len(new) > want else []
     actions: list[Action] = [Drain(part.name) for part in drains]
     used = {part.name for part in parts} | set(taken)
+    starts = min(starts, MAX_STARTING - num_pending)
     actions += [Start(name, target) for name in free_names(prefix, used, max(0, starts))]
     if not old and not actions and not num_ending and not num_pending and target != memory.good:
         memory = replace(memory, good=target, target="")

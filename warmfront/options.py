@@ -31,6 +31,7 @@ from worker.config import WorkerConfig
 
 ENV_PREFIX = "WARMFRONT_"
 SEED_ENV = "WARMFRONT_HASH_SEED"
+MAX_REPLICAS = 64  # of a cluster on one machine
 Config = TypeVar("Config")
 
 
@@ -142,7 +143,7 @@ _TABLE: tuple[Flag | str, ...] = (
     Flag("served-model-name", str, "The name that clients ask for. Default: the model's own."),
     Flag("engine", click.Choice(["model", "simulated"]), "simulated: no model, all else real; for load tests."),
     "Cluster",
-    Flag("replicas", click.IntRange(1, 64), "Workers to start; no more than there are GPUs."),
+    Flag("replicas", click.IntRange(1, MAX_REPLICAS), "Workers to start; no more than there are GPUs."),
     Flag("routers", click.IntRange(1, 16), "Routers to start; they share the HTTP and gRPC ports."),
     Flag("without-ray", click.BOOL, "Plain child processes instead of a local Ray cluster."),
     Flag("ready-file", FILE, "Write addresses, replicas and process ids there (JSON, mode 600) once all is ready."),

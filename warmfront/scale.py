@@ -8,7 +8,7 @@ import click
 
 from warmfront.console import Progress
 from warmfront.errors import DeadlinePassed, Failure, WrongUse
-from warmfront.options import Duration, format_duration
+from warmfront.options import MAX_REPLICAS, Duration, format_duration
 from warmfront.up import gpus_of
 from warmfront.wishes import Wishes, cluster_options, find, key_of, wait
 
@@ -35,7 +35,7 @@ def scale(
         workers = content["workers"]
         if workers.get("autoscale"):
             raise WrongUse("autoscale sets the number of workers: change its min and max")
-        _check_gpus(wishes, workers, count)
+        _check_machine(wishes, workers, count)
         workers[key_of(workers, "replicas")] = count
         wishes.write(content)
         if no_wait:
@@ -61,8 +61,12 @@ def _is_there(wishes: Wishes, count: int, progress: Progress) -> bool:
     return len(parts) == count and group["ready"] == count
 
 
-def _check_gpus(wishes: Wishes, workers: dict[str, object], count: int) -> None:
-    """Where each worker of this machine takes a GPU there cannot be more than those."""
+def _check_machine(wishes: Wishes, workers: dict[str, object], count: int) -> None:
+    """The workers of an `up` share one machine, and where each takes a GPU there cannot be more than those."""
+    if wishes.run_dir is None:
+        return
+    if count > MAX_REPLICAS:
+        raise WrongUse(f"{count} workers: a cluster of one machine has at most {MAX_REPLICAS}")
     gpus = gpus_of("auto")
-    if wishes.run_dir is not None and workers.get("num_gpus") and count > gpus:
+    if workers.get("num_gpus") and count > gpus:
         raise WrongUse(f"{count} workers: each takes one GPU, and here are {gpus}")

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from router.reconcile import (
     DRAINING,
+    MAX_STARTING,
     READY,
     STARTING,
     Action,
@@ -101,6 +102,15 @@ def test_scaling_up_starts_the_lowest_free_names_and_down_drains_the_highest() -
     world.group = workers(1)
     assert world.look() == [Drain("w3"), Drain("w2"), Drain("w1")]
     assert sorted(world.settle(3).parts) == ["w0"]
+
+
+def test_a_great_many_start_a_few_at_a_time_so_that_a_mistyped_count_can_be_taken_back() -> None:
+    world = World(workers(1000), slow=True).settle(5)
+    assert len(world.parts) == MAX_STARTING
+    world.group = workers(3)
+    assert len(world.settle(3).parts) == 3
+    world.group, world.slow = workers(40), False
+    assert world.settle(20).num_ready == 40
 
 
 def test_a_part_that_does_not_serve_goes_before_one_that_does() -> None:

@@ -87,6 +87,7 @@ def test_workers_are_scaled_and_replaced_under_load_and_nobody_notices(
             (("rollout", "--set", "kv-blocks=none"), "workers.settings.kv-blocks"),
             (("rollout", "--model", "/no/such"), "no such file"),
             (("scale", "0"), "not in the range"),
+            (("scale", "1000"), "at most 64"),
             (("scale", "1", "--url", "http://127.0.0.1:1", "--ready-file", "x"), "not two of them"),
             (("scale", "1", "--url", "http://127.0.0.1:1"), "no cluster of yours here"),
         ):
