@@ -9,6 +9,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass, field
 from pathlib import Path
 from urllib.parse import parse_qsl, unquote, urlsplit
@@ -64,16 +65,17 @@ def read_password(path: Path) -> str:
 
 def parse_redis_url(url: str) -> RedisUrl:
     """Raises ``RedisUrlError`` naming what is wrong."""
-    scheme = url.partition("://")[0]
+    scheme, _, rest = url.partition("://")
     if scheme not in SCHEMES or "://" not in url:
         raise RedisUrlError(f"--redis: scheme {scheme[:20]!r} is none of {', '.join(SCHEMES)}")
     base, _, kind = scheme.partition("+")
-    try:
-        parts = urlsplit(url)
-        password = parts.password
-    except ValueError as error:
-        raise RedisUrlError("--redis: the URL cannot be read: are all special characters percent-encoded?") from error
-    hosts = parts.netloc.rpartition("@")[2]
+    # Not by urlsplit: some of its versions refuse a list of hosts that has [::1] in it.
+    authority = re.split("[/?#]", rest, maxsplit=1)[0]
+    credentials, _, hosts = authority.rpartition("@")
+    user, _, password = credentials.partition(":")
+    parts = urlsplit(rest.removeprefix(authority))
+    if "@" in parts.path + parts.query + parts.fragment:  # what stands before may be half of a password
+        raise RedisUrlError("--redis: the URL cannot be read: are all special characters percent-encoded?")
     nodes = tuple(_node(host, 26379 if kind == "sentinel" else 6379) for host in hosts.split(","))
     path = [unquote(word) for word in parts.path.split("/") if word]
     service = ""
@@ -99,7 +101,7 @@ def parse_redis_url(url: str) -> RedisUrl:
         nodes=nodes,
         service=service,
         db=db,
-        user=unquote(parts.username) if parts.username else None,
+        user=unquote(user) if user else None,
         password=unquote(password) if password else None,
         options=options,
     )

@@ -62,7 +62,10 @@ def test_urls_are_read(url: str, wanted: RedisUrl) -> None:
         ("redis+cluster://a/1", "database 0 only"),
         ("redis://a?ssl_ca_certs=/x", "redis:// has no option 'ssl_ca_certs'"),
         ("rediss://a?password=secret", "rediss:// has no option 'password'; it knows ssl_ca_certs, ssl_certfile"),
-        ("redis://[::1", "cannot be read"),
+        ("redis://[::1", "'[::1' is no host:port"),
+        ("redis://u:[secret@host:x", "'host:x' is no host:port"),
+        ("redis://:a/secret@host", "percent-encoded"),
+        ("redis://:a?secret@host", "percent-encoded"),
     ],
 )
 def test_what_cannot_be_used_is_named_without_the_password(url: str, words: str) -> None:
