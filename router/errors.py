@@ -63,6 +63,12 @@ class BodyTooSlowError(RouterError):
     status = "ABORTED"
 
 
+class ClientLeftError(RouterError):
+    """The client has gone; nobody reads this."""
+
+    status = "CANCELLED"
+
+
 class StalledError(RouterError):
     """The client takes nothing of its answer."""
 

@@ -13,7 +13,7 @@ import msgspec
 import uvicorn
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
-from starlette.requests import Request
+from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.routing import Route as Path
 from warmfront_pb.v1 import admin_pb2, inference_pb2
@@ -26,6 +26,7 @@ from router.dispatch import Dispatcher, Route
 from router.errors import (
     BodyTooLargeError,
     BodyTooSlowError,
+    ClientLeftError,
     InvalidRequestError,
     RouterError,
 )
@@ -161,6 +162,8 @@ class HttpFront:
             raise BodyTooSlowError(
                 f"the body was not whole within {timeout_s:g} s, {size} bytes had come: send it faster"
             ) from None
+        except ClientDisconnect:
+            raise ClientLeftError(f"the client left before its body was whole, {size} bytes had come") from None
         if size > limit:
             raise BodyTooLargeError(f"the body is longer than {limit} bytes: shorten the prompt")
         return b"".join(chunks)
@@ -198,7 +201,7 @@ class HttpFront:
 
     async def _drain(self, http: Request) -> Response:
         try:
-            body = msgspec.json.decode(await self._body(http), type=_DrainBody)
+            body = openai_api.decode(await self._body(http), _DrainBody)
         except (msgspec.DecodeError, UnicodeDecodeError) as error:
             raise InvalidRequestError(f'the body is not {{"replica": NAME, "deadline_ms": N}}: {error}') from None
         running = await self._admin.drain(body.replica, body.deadline_ms)
@@ -225,7 +228,7 @@ class HttpFront:
 
     async def _load_lora(self, http: Request) -> Response:
         try:
-            body = msgspec.json.decode(await self._body(http), type=_LoraBody)
+            body = openai_api.decode(await self._body(http), _LoraBody)
         except (msgspec.DecodeError, UnicodeDecodeError) as error:
             raise InvalidRequestError(f'the body is not {{"name": NAME, "path": FOLDER}}: {error}') from None
         loaded = await self._lora.load(body.name, body.path, body.replica)

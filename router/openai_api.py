@@ -151,13 +151,26 @@ class CompletionBody(_Common):
 
 
 Body = TypeVar("Body", ChatBody, CompletionBody)
+_T = TypeVar("_T")
+
+
+def decode(data: bytes, kind: type[_T]) -> _T:
+    """JSON as an object: the one way for whatever a client sends.
+
+    Raises ``msgspec.DecodeError`` or ``UnicodeDecodeError``, and ``InvalidRequestError`` for what is nested deeper
+    than Python's stack, in fields that are skipped too.
+    """
+    try:
+        return msgspec.json.decode(data, type=kind)
+    except RecursionError:
+        raise InvalidRequestError("the body is nested too deeply: use fewer levels of lists and objects") from None
 
 
 def parse(body: bytes, kind: type[Body]) -> Body:
     """The body as an object. Raises ``InvalidRequestError`` naming the field."""
     try:
         body.decode()  # what is kept raw is not looked at below
-        return msgspec.json.decode(body, type=kind)
+        return decode(body, kind)
     except msgspec.ValidationError as error:
         raise _invalid_body(str(error)) from None
     except msgspec.DecodeError as error:
@@ -173,7 +186,7 @@ def parse_explain(body: bytes) -> int | str | tuple[inference_pb2.GenerateReques
     """
     try:
         body.decode()
-        fields = msgspec.json.decode(body, type=dict[str, Raw])
+        fields = decode(body, dict[str, Raw])
     except msgspec.DecodeError as error:
         raise InvalidRequestError(f"the body is not a JSON object: {error}") from None
     except UnicodeDecodeError as error:
@@ -188,7 +201,7 @@ def parse_explain(body: bytes) -> int | str | tuple[inference_pb2.GenerateReques
             raise InvalidRequestError(f"prompt has {len(requests)} entries: ask about one at a time", param="prompt")
         return requests[0], completion.prompt_cache_key or ""
     try:
-        which = msgspec.json.decode(body, type=_Which)
+        which = decode(body, _Which)
     except msgspec.ValidationError as error:
         raise _invalid_body(str(error)) from None
     if which.request_id:
@@ -366,7 +379,7 @@ def _prompts(raw: Raw) -> list[str | list[int]]:
     kinds: list[Any] = [str, list[TokenId], list[str], list[list[TokenId]]]
     for kind in kinds:
         try:
-            value = msgspec.json.decode(data, type=kind)
+            value = decode(data, kind)
         except msgspec.DecodeError:
             continue
         prompts = [value] if kind is str or (kind is kinds[1] and value) else value

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import http.client
 import itertools
 import json
 import socket
 from typing import Any
+from urllib.parse import urlsplit
 
 import openai
 import pytest
@@ -182,6 +184,36 @@ async def test_a_bad_body_is_refused_with_the_field_and_the_remedy(two: Cluster)
         assert words in error["message"], (path, body)
         assert set(error) == {"message", "type", "param", "code"}
     assert not any(worker.requests for worker in two.workers.values())
+
+
+async def test_a_body_nested_too_deeply_is_400_and_the_connection_lives(two: Cluster) -> None:
+    lists, objects = b"[" * 100_000 + b"]" * 100_000, b'{"a":' * 100_000 + b"1" + b"}" * 100_000
+    bodies = [
+        b'{"a":' * 50_000,
+        b"[" * 100_000,
+        b'{"prompt": ' + lists + b"}",
+        b'{"prompt": "x", "messages": [], "metadata": ' + lists + b"}",
+        b'{"messages": [{"role": "user", "content": "x", "audio": ' + objects + b"}]}",
+    ]
+    parts = urlsplit(two.endpoints[0].http)
+    connection = http.client.HTTPConnection(str(parts.hostname), parts.port)
+
+    def ask(path: str, body: bytes) -> tuple[int, str]:
+        connection.request("POST", f"/v1/{path}", body)
+        answer = connection.getresponse()
+        return answer.status, json.loads(answer.read())["error"]["message"]
+
+    try:
+        connection.connect()
+        used = connection.sock
+        for path in ("chat/completions", "completions", "explain", "drain", "lora"):
+            for body in bodies:
+                status, message = await asyncio.to_thread(ask, path, body)
+                assert (status, bool(message)) == (400, True), (path, body[:60])
+        assert message.startswith("the body is ")
+        assert connection.sock is used
+    finally:
+        connection.close()
 
 
 async def test_a_body_of_20_mb_is_answered_with_413(two: Cluster) -> None:

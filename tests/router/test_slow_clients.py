@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import socket
 from typing import Any
 from urllib.parse import urlsplit
@@ -46,6 +47,22 @@ async def test_a_body_that_does_not_come_gets_408_and_the_connection_ends(cluste
     assert b"send it faster" in body
     writer.close()
     assert 'warmfront_router_requests_total{code="ABORTED"} 1.0' in router.metrics.text().decode()
+
+
+async def test_a_client_that_breaks_off_its_upload_is_counted_and_leaves_no_traceback(
+    cluster: Cluster, caplog: pytest.LogCaptureFixture
+) -> None:
+    await cluster.add_worker("w0")
+    router = await cluster.add_router()
+    for path in (b"/v1/completions", b"/v1/drain", b"/v1/lora"):
+        _, writer = await asyncio.open_connection(*address(cluster))
+        writer.write((HEAD % 15_000_000).replace(b"/v1/completions", path) + b'{"prompt": "' + b"x" * 60_000)
+        await writer.drain()
+        writer.close()
+        await writer.wait_closed()
+    await until(lambda: 'requests_total{code="CANCELLED"} 1.0' in router.metrics.text().decode())
+    assert (await cluster.http.get("/healthz")).status_code == 200
+    assert not [record for record in caplog.records if record.levelno >= logging.WARNING]
 
 
 async def _drip(writer: asyncio.StreamWriter) -> None:
