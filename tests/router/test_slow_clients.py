@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import socket
+from contextlib import suppress
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -40,9 +41,11 @@ async def test_a_body_that_does_not_come_gets_408_and_the_connection_ends(cluste
     reader, writer = await asyncio.open_connection(*address(cluster))
     writer.write(HEAD % 1000 + b'{"prompt"')
     drip = asyncio.create_task(_drip(writer))
-    answer = await reader.read()  # until the router closes
+    head = await reader.readuntil(b"\r\n\r\n")
+    body = await reader.readuntil(b"}}")
+    with suppress(ConnectionResetError):  # a byte of the drip may meet the closed connection
+        assert await reader.read() == b""
     drip.cancel()
-    head, _, body = answer.partition(b"\r\n\r\n")
     assert head.startswith(b"HTTP/1.1 408 ") and b"connection: close" in head
     assert b"send it faster" in body
     writer.close()
