@@ -24,7 +24,10 @@ _STYLES = {"READY": "green", "WARMING": "yellow", "STARTING": "yellow", "DRAININ
 @click.option("--json", "as_json", is_flag=True, help="Print the object of GET /v1/replicas.")
 @click.option("--watch", is_flag=True, help="Refresh every second until Ctrl-C.")
 def status(*, address: Address, as_json: bool, watch: bool) -> None:
-    """Show replicas: state, KV blocks used and cached, hit rate and what it means, load."""
+    """Show replicas: state, KV blocks used and cached, hit rate and what it means, load.
+
+    "hits" leaves out the first minute after a replica's start, and is "-" until a request came after it.
+    """
     client = Client(address, timeout_s=10)
     if as_json:
         while True:
@@ -93,7 +96,7 @@ def render(answer: dict[str, Any], url: str) -> RenderableType:
             + _host(replica),
             f"{replica['kv_bytes_per_token'] / 1024:.1f}",
             percent(replica.get("hit_rate_1m")),
-            percent(replica.get("hit_rate")),
+            percent(_hit_rate(replica)),
             f"{replica['waiting_tokens']:,}",
             str(replica["running"]),
         )
@@ -119,6 +122,12 @@ def _queue(queue: dict[str, Any]) -> str:
         f"queue: {queue['requests']:,} requests of {queue['tenants']:,} tenants with {queue['tokens']:,} tokens wait, "
         f"the oldest for {queue['oldest_s']:.1f} s{rate}; {queue['full_replicas']} replicas are full"
     )
+
+
+def _hit_rate(replica: dict[str, Any]) -> float | None:
+    """Since a minute after its start; None before a request came. One that is low has a verdict, from the first on."""
+    rate: float | None = replica.get("hit_rate")
+    return rate if rate or replica.get("hit_rate_verdict") else None
 
 
 def _host(replica: dict[str, Any]) -> str:

@@ -102,6 +102,13 @@ def test_status_shows_blocks_hit_rate_and_its_verdict(cli: Cli, router: FakeRout
     assert "w1: prompts differ" in shown
 
 
+def test_status_shows_no_hit_rate_before_a_request_counts_for_it(cli: Cli, router: FakeRouter) -> None:
+    router.replicas[0] |= {"hit_rate_1m": 0.96, "hit_rate": 0.0, "hit_rate_verdict": ""}
+    router.replicas[1] |= {"hit_rate_1m": 0.0, "hit_rate": 0.0, "hit_rate_verdict": "prompts do not match"}
+    first, second = (line.split() for line in cli("status", "--url", router.url).out.splitlines() if "READY" in line)
+    assert (first[-4:-2], second[-4:-2]) == (["96%", "-"], ["0%", "0%"])
+
+
 def test_status_shows_blocks_in_host_memory_where_there_are_any(cli: Cli, router: FakeRouter) -> None:
     assert "host" not in cli("status", "--url", router.url).out
     router.replicas[0] |= {"host_kv_blocks": 8192, "host_kv_blocks_cached": 5000}
