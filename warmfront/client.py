@@ -202,7 +202,7 @@ def address_options(function: Callable[..., Any]) -> Callable[..., Any]:
         return function(*args, address=address, **params)
 
     texts = {
-        "url": "Address of the cluster. Default: the one on this machine.",
+        "url": f"Address of the cluster. Default: {ENV_PREFIX}URL, else the one on this machine.",
         "ca": "Certificate authority of an https:// cluster (PEM). Default: the system's.",
         "cert": "Certificate to show to a cluster that asks for one (PEM).",
         "key": "Its key.",
@@ -231,8 +231,13 @@ def default_url() -> str:
     """The HTTP address of the only cluster here. Raises ``WrongUse`` when there are several."""
     urls = [run_dir.cluster["http"] for run_dir in all_run_dirs() if run_dir.owner() and "http" in run_dir.cluster]
     if len(urls) > 1:
-        raise WrongUse(f"several clusters run here; choose one with --url: {', '.join(sorted(urls))}")
+        raise several_clusters(urls)
     return urls[0] if urls else "http://127.0.0.1:8000"
+
+
+def several_clusters(urls: list[str]) -> WrongUse:
+    """What a command says that cannot know which of them is meant."""
+    return WrongUse(f"several clusters run here; choose one with --url or {ENV_PREFIX}URL: {', '.join(sorted(urls))}")
 
 
 def _events(response: http.client.HTTPResponse) -> Iterator[dict[str, Any]]:

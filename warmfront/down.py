@@ -74,7 +74,7 @@ def find_url(url: str, clusters: list[RunDir]) -> RunDir:
     for cluster in clusters:
         if cluster.cluster.get("http") == Client(url).url:
             return cluster
-    raise WrongUse(f"--url {url}: no cluster of yours here has that address; there is {_names(clusters) or 'none'}")
+    raise WrongUse(f"{url}: no cluster of yours here has that address; there is {_names(clusters) or 'none'}")
 
 
 def find_ready_file(path: Path, clusters: list[RunDir]) -> RunDir:

@@ -14,9 +14,11 @@ from typing import Any
 import click
 import yaml
 
+from warmfront.client import several_clusters
 from warmfront.desired import DESIRED_FILE, read_status, write_desired
 from warmfront.down import find_ready_file, find_url
 from warmfront.errors import Failure, WrongUse
+from warmfront.options import ENV_PREFIX
 from warmfront.run_dir import RunDir, all_run_dirs
 
 _LOOK_S = 0.25
@@ -104,7 +106,7 @@ def cluster_options(function: Callable[..., Any]) -> Callable[..., Any]:
     """The options that say which cluster; ``find`` takes them."""
     options = (
         click.option("--ready-file", type=click.Path(path_type=Path), help="The `up` that wrote this file."),
-        click.option("--url", help="The `up` whose HTTP address this is."),
+        click.option("--url", help=f"The `up` whose HTTP address this is. Default: {ENV_PREFIX}URL."),
         click.option(
             "--desired",
             "desired_file",
@@ -121,23 +123,21 @@ def cluster_options(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def find(*, ready_file: Path | None, url: str | None, desired_file: Path | None, state_dir: Path | None) -> Wishes:
-    """The cluster that is meant: by default the only `up` of this user here. Raises ``WrongUse``."""
+    """The cluster that is meant: by default that of WARMFRONT_URL, else the only `up` here. Raises ``WrongUse``."""
     if sum(one is not None for one in (ready_file, url, desired_file)) > 1:
         raise WrongUse("give --ready-file, --url or --desired, not two of them")
     if desired_file is not None:
         return Wishes(desired_file.absolute(), (state_dir or desired_file.absolute().parent).absolute())
+    url = url or os.environ.get(ENV_PREFIX + "URL")  # no option's default: it gives way to the others
     running = [run_dir for run_dir in all_run_dirs() if run_dir.owner() and run_dir.cluster]
     if ready_file is not None:
         run_dir = find_ready_file(ready_file, all_run_dirs())
     elif url is not None:
         run_dir = find_url(url, all_run_dirs())
+    elif not running:
+        raise WrongUse("no cluster of yours runs here; name a controller's file with --desired")
     elif len(running) == 1:
         (run_dir,) = running
     else:
-        named = ", ".join(one.cluster.get("http", "") for one in running)
-        raise WrongUse(
-            f"several clusters run here: choose by --url or --ready-file: {named}"
-            if running
-            else "no cluster of yours runs here; name a controller's file with --desired"
-        )
+        raise several_clusters([one.cluster.get("http", "") for one in running])
     return Wishes(run_dir.path / DESIRED_FILE, run_dir.path, run_dir)

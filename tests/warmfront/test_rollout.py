@@ -16,6 +16,7 @@ from tests.warmfront.conftest import Cli
 from tests.warmfront.test_cluster import Up, ask, started, wait_for
 from warmfront.errors import Failure, WrongUse
 from warmfront.rollout import change_settings
+from warmfront.run_dir import RunDir
 from warmfront.wishes import Wishes
 
 
@@ -145,3 +146,25 @@ def test_settings_keep_the_spelling_of_their_file_and_an_empty_value_takes_one_a
     assert workers["settings"] == {"kv-blocks": 200, "block-size": 16, "prewarm": False}
     with pytest.raises(WrongUse, match="another fleet"):
         change_settings(workers, None, ("mode=deterministic",))
+
+
+def test_a_cluster_is_chosen_by_the_environment_where_no_option_names_one(
+    cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("WARMFRONT_URL", "http://127.0.0.1:1")
+    for command in (("scale", "2"), ("rollout",)):
+        assert "http://127.0.0.1:1: no cluster of yours here has that address" in cli(*command).err
+    path = tmp_path / "desired.yaml"
+    path.write_text("redis: redis://127.0.0.1:1/0\nworkers: {replicas: 1, settings: {engine: simulated}}\n")
+    assert cli("scale", "2", "--desired", str(path), "--no-wait").exit_code == 0
+
+
+def test_of_several_clusters_every_command_asks_for_one_in_the_same_words(cli: Cli, temp_root: Path) -> None:
+    for port in (1, 2):
+        run_dir = RunDir.create()
+        run_dir.cluster = {"http": f"http://127.0.0.1:{port}"}
+        run_dir.save()
+    for command in (("scale", "2"), ("rollout",), ("status",)):
+        refused = cli(*command)
+        assert refused.exit_code == 2
+        assert "choose one with --url or WARMFRONT_URL: http://127.0.0.1:1, http://127.0.0.1:2" in refused.err
