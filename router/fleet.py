@@ -170,7 +170,7 @@ class Fleet:
 
     async def _look(self) -> None:
         now = self._looked_s = time.monotonic()
-        changes = await self._registry.poll(now)
+        changes = await self._registry.poll(now, is_writable=not self.shared_load.is_refused)
         if self._worker_tls is not None:
             identity = self._worker_tls.certificates.current()
             for member in self.members.values():
@@ -304,7 +304,8 @@ class Fleet:
     def _report(self) -> None:
         metrics = self.metrics
         metrics.redis_up.set(self._registry.online)
-        metrics.set_index_mode(self.mirror.mode if self._registry.online else "local")
+        is_followed = self._registry.online and not self.shared_load.is_refused
+        metrics.set_index_mode(self.mirror.mode if is_followed else "local")
         if self._profile is not None:
             hits = self._profile.encoder.num_hits
             metrics.tokenizer_cache_hits.inc(max(0, hits - self._num_tokenizer_hits))

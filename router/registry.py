@@ -117,7 +117,7 @@ class Membership:
         return self._online_s - replica.seen_s
 
     def redis_is_away(self) -> None:
-        """Redis did not answer: time stops for the leases until it does."""
+        """Redis did not answer, or takes no writes: time stops for the leases until it does."""
         self._observed_s = None
 
     def observe(self, leases: Iterable[common_pb2.ReplicaLease], now: float) -> Changes:
@@ -205,8 +205,11 @@ class Registry:
         self._client = client
         self._keys = keys
 
-    async def poll(self, now: float) -> Changes | None:
-        """Look once; None when Redis does not answer. Adopts the fleet's contract when there is one."""
+    async def poll(self, now: float, is_writable: bool = True) -> Changes | None:
+        """Look once; None when Redis does not answer. Adopts the fleet's contract when there is one.
+
+        While Redis refuses writes nobody can renew a lease, so time stops for them as if it were away.
+        """
         try:
             contract, leases = await self._read()
         except (RedisError, OSError) as error:
@@ -227,6 +230,8 @@ class Registry:
             # An emptied Redis has none for a moment: what was adopted stays.
             self.membership.contract = contract
             self.membership.contract_fault = self._accept_contract(contract)
+        if not is_writable:
+            self.membership.redis_is_away()
         return self.membership.observe(leases, now)
 
     async def _read(self) -> tuple[common_pb2.Contract | None, list[common_pb2.ReplicaLease]]:

