@@ -133,10 +133,14 @@ def plan(
         room = want + rule.surge - len(alive) - num_ending
         starts = min(starts, room, rule.batch - num_pending) if is_open else 0
         ready_old = [part for part in old if part.is_ready]
-        spare = len(ready_old) + len(new) - num_pending - want
-        if rule.surge == 0 and is_open and not num_pending and not num_ending and len(new) < want:
-            spare += rule.batch
-        drains = [part for part in old if not part.is_ready] + ready_old[: max(0, spare)]
+        # What ran well and is down for now comes back, should the new ones fail; what never ran goes at once.
+        down = [part for part in old if not part.is_ready and part.revision == memory.good]
+        broken = [part for part in old if not part.is_ready and part.revision != memory.good]
+        bonus = rule.batch if rule.surge == 0 and is_open and not (num_pending or num_ending) and len(new) < want else 0
+        spare = len(new) - num_pending - want + bonus
+        drains = (
+            broken + down[: max(0, len(down) + len(ready_old) + spare)] + ready_old[: max(0, len(ready_old) + spare)]
+        )
     if starts < 0:
         drains += _surplus(new)[: len(new) - want] if len(new) > want else []
     actions: list[Action] = [Drain(part.name) for part in drains]

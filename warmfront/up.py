@@ -225,6 +225,7 @@ class _Cluster:
         # In a Redis of its own a cluster's parts need no longer names; in a shared one they must differ.
         self._suffix = "" if settings.redis_url is None else f"-{run_dir.path.name[-5:].replace('_', '0')}"
         self._replicas: list[dict[str, Any]] = []
+        self._published: tuple[list[dict[str, Any]], dict[str, list[int]]] = [], {"router": []}
         self._parts = self._make_parts()
 
     async def run(self) -> None:
@@ -327,7 +328,9 @@ class _Cluster:
                     ", ".join(f"{name} {state}" for name, state in states.items()),
                     ", ".join(f"{name} {self._doing(name, state)}" for name, state in states.items()),
                 )
-                ready = all(mine.get(name) == "READY" for name in names)
+                pids = self._state()[1]  # the controller tells them once it has looked
+                is_known = len(pids["router"]) >= self._settings.routers and len(pids["worker"]) >= len(names)
+                ready = is_known and all(mine.get(name) == "READY" for name in names)
                 if ready and await asyncio.to_thread(self._client.is_ready):
                     return
             if loop.time() > deadline:
@@ -354,7 +357,6 @@ class _Cluster:
     async def _watch(self) -> None:
         """Says what changes, and keeps the ready file true, until a signal comes."""
         seen = {replica["id"]: replica["state"] for replica in self._replicas}
-        published = self._state()
         while not self._stop.is_set():
             await self._pause(1.0)
             if self._valkey is not None and not self._valkey.is_running() and not self._stop.is_set():
@@ -368,11 +370,10 @@ class _Cluster:
                     say(f"{name} {now.get(name, 'GONE')}")
             seen = {**dict.fromkeys(seen, "GONE"), **now}
             state = self._state()
-            if state != published:
-                if ended := set(published[1]["router"]) - set(state[1]["router"]):
+            if state != self._published:
+                if ended := set(self._published[1]["router"]) - set(state[1]["router"]):
                     say(f"a router has ended and is started again (process {', '.join(map(str, sorted(ended)))})")
                 self._publish()
-                published = state
 
     async def _end(self, progress: Progress) -> None:
         if self._stop.is_set():
@@ -429,7 +430,7 @@ class _Cluster:
 
     def _publish(self) -> None:
         """Writes ready file and run directory as they are now."""
-        replicas, pids = self._state()
+        self._published = replicas, pids = self._state()
         self._run_dir.processes = self._run_dir.processes[:1]
         for role, ids in pids.items():
             for pid in ids:
@@ -478,11 +479,12 @@ class _Cluster:
             "",
             *self._tls_hint(),
             f"  curl {self._http}/v1/chat/completions -H 'content-type: application/json' \\",
-            f'    -d \'{{"model": "{model}", "messages": [{{"role": "user", "content": "Hello!"}}]}}\'',
+            f'    -d \'{{"model": "{model}", "max_tokens": 64, '
+            '"messages": [{"role": "user", "content": "Hello!"}]}\'',
             "",
             "  pip install openai",
             f'  python -c \'from openai import OpenAI; print(OpenAI(base_url="{self._http}/v1", api_key="none")'
-            f'.chat.completions.create(model="{model}", '
+            f'.chat.completions.create(model="{model}", max_tokens=64, '
             f'messages=[{{"role": "user", "content": "Hello!"}}]).choices[0].message.content)\'',
             "",
             f"  In another terminal {typed_command()} chat, status and compare show what the cache does.",

@@ -104,6 +104,21 @@ def test_scaling_up_starts_the_lowest_free_names_and_down_drains_the_highest() -
     assert sorted(world.settle(3).parts) == ["w0"]
 
 
+def test_a_part_that_ran_well_and_is_down_is_kept_until_a_new_one_serves() -> None:
+    world = World(workers(1)).settle(4)
+    good = world.group.revision
+    world.parts["w0"] = replace(world.parts["w0"], state=STARTING)  # it died and is started again
+    world.slow = True
+    world.begin(workers(1, model="bad")).settle(3)
+    assert world.parts["w0"].revision == good
+    world.slow = False
+    world.faulty = {world.group.revision}
+    world.settle(6)
+    assert [(part.revision, part.state) for part in world.parts.values()] == [(good, READY)]
+    world.begin(workers(1, model="b")).settle(6)
+    assert [part.revision for part in world.parts.values()] == [world.group.revision]
+
+
 def test_a_great_many_start_a_few_at_a_time_so_that_a_mistyped_count_can_be_taken_back() -> None:
     world = World(workers(1000), slow=True).settle(5)
     assert len(world.parts) == MAX_STARTING
