@@ -7,12 +7,14 @@ from collections.abc import Awaitable, Callable
 
 from warmfront_pb.v1 import admin_pb2
 
+from cache.adapter import MAX_NAME_LENGTH
 from router.errors import InvalidRequestError, NoReplicaReadyError, NotFoundError
 from router.fleet import Fleet, Member
 from router.worker_client import WorkerError
 
 _LOAD_TIMEOUT_S = 300.0  # gigabytes, from a disk that is far away
 _UNLOAD_TIMEOUT_S = 30.0
+_MAX_PATH_BYTES = 4096  # PATH_MAX of Linux, where workers run
 _OUTCOMES = {
     "INVALID_ARGUMENT": "refused",
     "UNIMPLEMENTED": "refused",
@@ -21,6 +23,11 @@ _OUTCOMES = {
     "UNAVAILABLE": "unreachable",
     "DEADLINE_EXCEEDED": "unreachable",
 }
+
+
+def _check_name(name: str) -> None:
+    if len(name) > MAX_NAME_LENGTH:  # it is not shown: it may have any length
+        raise InvalidRequestError(f"name is longer than the {MAX_NAME_LENGTH} characters of an adapter's", param="name")
 
 
 class LoraAdmin:
@@ -34,6 +41,11 @@ class LoraAdmin:
         if not name or not path:
             missing = "path" if name else "name"
             raise InvalidRequestError(f"{missing} is missing: give the adapter's name and the path of its folder")
+        _check_name(name)
+        if len(path.encode()) > _MAX_PATH_BYTES:
+            raise InvalidRequestError(
+                f"path is longer than the {_MAX_PATH_BYTES} bytes that one may have", param="path"
+            )
 
         async def load_on(member: Member) -> admin_pb2.ReplicaLora:
             answer = await member.client.load_lora(name, path, _LOAD_TIMEOUT_S)
@@ -47,6 +59,7 @@ class LoraAdmin:
 
     async def unload(self, name: str, replica: str = "") -> admin_pb2.LoraResponse:
         """Let every replica give an adapter up, or one. Raises ``NotFoundError`` where none of them had it."""
+        _check_name(name)
 
         async def unload_on(member: Member) -> admin_pb2.ReplicaLora:
             answer = await member.client.unload_lora(name, _UNLOAD_TIMEOUT_S)

@@ -8,6 +8,8 @@ for. Paths that come over the wire are read below ``--lora-dir`` only, with ever
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import errno
 import hashlib
 import os
 import stat
@@ -18,9 +20,11 @@ from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
 from cache.adapter import Adapter, is_adapter_name
-from worker.peft import CONFIG_FILE, TENSORS_FILE, AdapterError
+from worker.peft import CONFIG_FILE, TENSORS_FILE, AdapterError, short
 
 _MAX_CONFIG_BYTES = 1 << 20
+_MAX_PATH_BYTES = 4096  # PATH_MAX of Linux; resolving takes time with the square of a path's length
+_SHOWN_LENGTH = 300  # of a path: what an error says must fit into gRPC's 8 KiB
 _PICKLED_FILE = "adapter_model.bin"
 _T = TypeVar("_T")
 
@@ -98,7 +102,7 @@ class Adapters:
         loaded = self._by_name.get(name)
         if loaded is None:
             known = ", ".join(sorted(self._by_name)) or "none"
-            raise UnknownAdapterError(f"lora: no adapter {name!r} is loaded here; loaded: {known}")
+            raise UnknownAdapterError(f"lora: no adapter {short(name)} is loaded here; loaded: {known}")
         if version and version != loaded.adapter.version:
             raise UnknownAdapterError(
                 f"lora: adapter {name!r} of version {version[:12]} is not loaded here; "
@@ -132,7 +136,7 @@ class Adapters:
 
     async def _load(self, name: str, find: Callable[[], tuple[Path, Path]]) -> tuple[LoadedAdapter, bool]:
         if not is_adapter_name(name):
-            raise AdapterError(f"lora: {name!r} is no name: use up to 128 letters, digits and . _ : / -")
+            raise AdapterError(f"lora: {short(name)} is no name: use up to 128 letters, digits and . _ : / -")
         if name == self._base:
             raise AdapterError(f"lora: {name!r} is the name of the model itself: take another one")
         folder, root = await asyncio.to_thread(find)
@@ -159,7 +163,7 @@ class Adapters:
     async def _unload(self, name: str) -> tuple[LoadedAdapter, int]:
         loaded = self._by_name.pop(name, None)
         if loaded is None:
-            raise UnknownAdapterError(f"lora: no adapter {name!r} is loaded here")
+            raise UnknownAdapterError(f"lora: no adapter {short(name)} is loaded here")
         # The engine does as it is told in this order: a load of the same content that comes now is not undone by this.
         num_running = await asyncio.wrap_future(self._engine.drop_adapter(str(loaded.adapter)))
         await self._publish()
@@ -182,20 +186,28 @@ def find_folder(path: str, folders: Sequence[Path]) -> tuple[Path, Path]:
     """
     if not path or "\0" in path:
         raise AdapterError("lora: path is missing: name the adapter's folder")
+    if len(os.fsencode(path)) > _MAX_PATH_BYTES:
+        raise AdapterError(f"lora: path is longer than the {_MAX_PATH_BYTES} bytes that one may have")
     for folder in folders:
-        root = folder.resolve()
-        found = (root / path).resolve()  # an absolute path stays as it is
-        if found.is_relative_to(root) and (found.is_dir() or Path(path).is_absolute()):
-            return found, root
-    raise AdapterError(f"lora: {path} is no folder below any --lora-dir of this worker")
+        # A loop of links is a RuntimeError; a name may be too long, or a folder above it closed to us.
+        with contextlib.suppress(OSError, RuntimeError):
+            root = folder.resolve()
+            found = (root / path).resolve()  # an absolute path stays as it is
+            if found.is_relative_to(root) and (found.is_dir() or Path(path).is_absolute()):
+                return found, root
+    raise AdapterError(f"lora: {short(path, _SHOWN_LENGTH)} is no folder below any --lora-dir of this worker")
 
 
 def read_files(folder: Path, root: Path, max_bytes: int) -> AdapterFiles:
     """The files in ``folder``, neither of which may lie outside ``root``. Raises ``AdapterError``."""
-    if not (folder / TENSORS_FILE).exists() and (folder / _PICKLED_FILE).exists():
+    try:
+        is_pickled = not (folder / TENSORS_FILE).exists() and (folder / _PICKLED_FILE).exists()
+    except OSError as error:
+        raise AdapterError(f"lora: cannot read {_shown(folder, root)}: {error.strerror}") from error
+    if is_pickled:
         raise AdapterError(
-            f"lora: {folder} has {_PICKLED_FILE} and no {TENSORS_FILE}: pickled weights can run code and are not read; "
-            "save it with safe_serialization"
+            f"lora: {_shown(folder, root)} has {_PICKLED_FILE} and no {TENSORS_FILE}: pickled weights "
+            "can run code and are not read; save it with safe_serialization"
         )
     config = _read(folder / CONFIG_FILE, root, _MAX_CONFIG_BYTES)
     tensors = _read(folder / TENSORS_FILE, root, max_bytes)
@@ -205,21 +217,31 @@ def read_files(folder: Path, root: Path, max_bytes: int) -> AdapterFiles:
     return AdapterFiles(config, tensors, digest.hexdigest())
 
 
+def _shown(path: Path, root: Path) -> str:
+    """``path`` as a message names it: where a worker keeps its adapters is no business of those who load them."""
+    if root == Path(root.anchor):  # the operator's own
+        return repr(str(path))
+    return short(str(path.relative_to(root)), _SHOWN_LENGTH)
+
+
 def _read(path: Path, root: Path, max_bytes: int) -> bytes:
+    shown = _shown(path, root)
     try:
         real = path.resolve(strict=True)
         if not real.is_relative_to(root.resolve()):
-            raise AdapterError(f"lora: {path} leads out of {root}")
+            raise AdapterError(f"lora: {shown} leads out of its --lora-dir")
         # What was resolved a moment ago is opened as it stands; a pipe put in its place would never end.
         with open(os.open(real, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK), "rb") as file:  # noqa: PTH123
             status = os.fstat(file.fileno())
             if not stat.S_ISREG(status.st_mode):
-                raise AdapterError(f"lora: {path} is no ordinary file")
+                raise AdapterError(f"lora: {shown} is no ordinary file")
             if status.st_size > max_bytes:
-                raise AdapterError(f"lora: {path} has {status.st_size} bytes, more than the {max_bytes} that can fit")
+                raise AdapterError(f"lora: {shown} has {status.st_size} bytes, more than the {max_bytes} that can fit")
             data = file.read(max_bytes + 1)
     except OSError as error:
-        raise AdapterError(f"lora: cannot read {path}: {error.strerror}") from error
+        raise AdapterError(f"lora: cannot read {shown}: {error.strerror}") from error
+    except RuntimeError as error:  # what ``resolve`` makes of a loop of links
+        raise AdapterError(f"lora: cannot read {shown}: {os.strerror(errno.ELOOP)}") from error
     if len(data) > max_bytes:
-        raise AdapterError(f"lora: {path} has more than the {max_bytes} bytes that can fit")
+        raise AdapterError(f"lora: {shown} has more than the {max_bytes} bytes that can fit")
     return data

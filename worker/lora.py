@@ -25,7 +25,7 @@ from worker.batch import SequenceSlice
 from worker.models.config import ModelConfig
 from worker.models.linear import Linear
 from worker.models.ops import Ops
-from worker.peft import TENSORS_FILE, AdapterError, PeftConfig, read_config
+from worker.peft import TENSORS_FILE, AdapterError, PeftConfig, read_config, short
 from worker.plan import adapter_bytes
 
 SITES: Mapping[str, tuple[str, ...]] = {  # of the decoder's linear layers: the modules that each is made of
@@ -110,9 +110,9 @@ class LoraReader:
             match = _TENSOR.fullmatch(name)
             module = match[1] if match else ""
             if match is None or module not in self._shapes:
-                raise AdapterError(f"tensor {name!r} belongs to no projection of this model's layers")
+                raise AdapterError(f"tensor {short(name)} belongs to no projection of this model's layers")
             if peft.has(module, int(match[2])) is False:
-                raise AdapterError(f"tensor {name!r} is there, but {module} is no target of the configuration")
+                raise AdapterError(f"tensor {short(name)} is there, but {module} is no target of the configuration")
             halves.setdefault(module, {})[match[4]] = self._checked(name, tensor, match[4], peft.rank_of(module))
         wanted = {module for module, (layer, _, _) in self._shapes.items() if peft.has(module, layer)} | halves.keys()
         if not wanted:
@@ -127,13 +127,13 @@ class LoraReader:
         _, num_in, num_out = self._shapes[name.removeprefix("base_model.model.").partition(".lora_")[0]]
         shape = (rank, num_in) if half == "A" else (num_out, rank)
         if tensor.shape != shape:
-            raise AdapterError(f"tensor {name!r} has shape {list(tensor.shape)}, {list(shape)} is needed")
+            raise AdapterError(f"tensor {short(name)} has shape {list(tensor.shape)}, {list(shape)} is needed")
         if tensor.dtype not in _DTYPES:
             raise AdapterError(
-                f"tensor {name!r} is of type {tensor.dtype}: float32, float16 and bfloat16 are supported"
+                f"tensor {short(name)} is of type {tensor.dtype}: float32, float16 and bfloat16 are supported"
             )
         if not torch.isfinite(tensor).all():
-            raise AdapterError(f"tensor {name!r} has values that are not finite numbers")
+            raise AdapterError(f"tensor {short(name)} has values that are not finite numbers")
         return tensor.float()
 
     def _stacked(self, modules: Sequence[str], pairs: _Pairs) -> LowRank | None:

@@ -83,23 +83,21 @@ def read_config(data: bytes, max_rank: int) -> PeftConfig:
     if not isinstance(raw, dict):
         raise AdapterError(f"{CONFIG_FILE} is no JSON object")
     if (kind := raw.get("peft_type")) != "LORA":
-        raise AdapterError(f"peft_type {kind!r} is not supported: only LORA is")
+        raise AdapterError(f"peft_type {short(kind)} is not supported: only LORA is")
     if (bias := raw.get("bias", "none")) != "none":
-        raise AdapterError(f"bias {bias!r} is not supported: only none is")
+        raise AdapterError(f"bias {short(bias)} is not supported: only none is")
     if (init := raw.get("init_lora_weights", True)) not in _PLAIN_INITS:
         raise AdapterError(
-            f"init_lora_weights {init!r} is not supported: it changes the base model's weights too; "
+            f"init_lora_weights {short(init)} is not supported: it changes the base model's weights too; "
             "save the adapter converted to plain LoRA (save_pretrained with path_initial_model_for_weight_conversion)"
         )
     if (pattern := raw.get("layers_pattern")) not in (None, [], "", "layers", ["layers"]):
-        raise AdapterError(
-            f"layers_pattern {_short(pattern)} is not supported: the layers of these models are 'layers'"
-        )
+        raise AdapterError(f"layers_pattern {short(pattern)} is not supported: the layers of these models are 'layers'")
     if not isinstance(is_rank_stabilised := raw.get("use_rslora", False), bool):
-        raise AdapterError(f"use_rslora is {_short(is_rank_stabilised)}: true or false is needed")
+        raise AdapterError(f"use_rslora is {short(is_rank_stabilised)}: true or false is needed")
     for name in sorted(raw.keys() - _READ - _OF_TRAINING):
         if raw[name] not in (None, False, [], {}, ""):
-            raise AdapterError(f"{name} {_short(raw[name])} is not supported: leave it out")
+            raise AdapterError(f"{short(name)} {short(raw[name])} is not supported: leave it out")
     peft = PeftConfig(
         rank=_rank("r", raw.get("r")),
         alpha=_number("lora_alpha", raw.get("lora_alpha", 8)),
@@ -107,8 +105,10 @@ def read_config(data: bytes, max_rank: int) -> PeftConfig:
         targets=_targets(raw.get("target_modules")),
         excluded=_names("exclude_modules", raw.get("exclude_modules") or []),
         layers=_layers(raw.get("layers_to_transform")),
-        ranks={name: _rank(f"rank_pattern[{name!r}]", rank) for name, rank in _pattern(raw, "rank_pattern")},
-        alphas={name: _number(f"alpha_pattern[{name!r}]", alpha) for name, alpha in _pattern(raw, "alpha_pattern")},
+        ranks={name: _rank(f"rank_pattern[{short(name)}]", rank) for name, rank in _pattern(raw, "rank_pattern")},
+        alphas={
+            name: _number(f"alpha_pattern[{short(name)}]", alpha) for name, alpha in _pattern(raw, "alpha_pattern")
+        },
     )
     if peft.max_rank > max_rank:
         raise AdapterError(f"rank {peft.max_rank} is over --max-lora-rank {max_rank}")
@@ -130,14 +130,14 @@ def _targets(value: Any) -> tuple[str, ...] | None:
     names = _names("target_modules", value)
     if unknown := [name for name in names if name.rpartition(".")[2] not in PROJECTIONS]:
         raise AdapterError(
-            f"target_modules has {', '.join(unknown)}: only {', '.join(PROJECTIONS)} are supported, in a layer"
+            f"target_modules has {short(unknown)}: only {', '.join(PROJECTIONS)} are supported, in a layer"
         )
     return names
 
 
 def _names(field: str, value: Any) -> tuple[str, ...]:
     if not isinstance(value, list) or not all(isinstance(one, str) for one in value):
-        raise AdapterError(f"{field} {_short(value)} is no list of names: a regular expression is not supported")
+        raise AdapterError(f"{field} {short(value)} is no list of names: a regular expression is not supported")
     return tuple(value)
 
 
@@ -146,7 +146,7 @@ def _layers(value: Any) -> frozenset[int] | None:
         return None
     layers = [value] if isinstance(value, int) else value
     if not isinstance(layers, list) or not all(isinstance(one, int) for one in layers):
-        raise AdapterError(f"layers_to_transform {_short(value)} is no list of layer numbers")
+        raise AdapterError(f"layers_to_transform {short(value)} is no list of layer numbers")
     return frozenset(layers)
 
 
@@ -156,13 +156,15 @@ def _pattern(raw: Mapping[str, Any], field: str) -> list[tuple[str, Any]]:
         raise AdapterError(f"{field} is no JSON object")
     for name in pattern:
         if not _PLAIN_PATTERN.fullmatch(name):
-            raise AdapterError(f"{field} has {name!r}: names of modules are supported, regular expressions are not")
+            raise AdapterError(
+                f"{field} has {short(name)}: names of modules are supported, regular expressions are not"
+            )
     return list(pattern.items())
 
 
 def _rank(field: str, value: Any) -> int:
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise AdapterError(f"{field} is {_short(value)}: a whole number of at least 1 is needed")
+        raise AdapterError(f"{field} is {short(value)}: a whole number of at least 1 is needed")
     return value
 
 
@@ -172,10 +174,11 @@ def _number(field: str, value: Any) -> float:
     except (TypeError, OverflowError):
         number = math.nan
     if not math.isfinite(number):
-        raise AdapterError(f"{field} is {_short(value)}: a number is needed")
+        raise AdapterError(f"{field} is {short(value)}: a number is needed")
     return number
 
 
-def _short(value: Any) -> str:
+def short(value: Any, length: int = 80) -> str:
+    """``value`` as a message shows what somebody else wrote: escaped, and not all of it where it is long."""
     text = repr(value)
-    return text if len(text) <= 80 else f"{text[:77]}..."
+    return text if len(text) <= length else f"{text[: length - 3]}..."

@@ -15,7 +15,7 @@ import socket
 import time
 from array import array
 from collections.abc import Awaitable, Callable, Iterable
-from typing import Any
+from typing import Any, NoReturn
 
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
@@ -23,6 +23,7 @@ from grpc_health.v1.health import aio as health_aio
 from warmfront_pb.v1 import common_pb2, inference_pb2, worker_pb2, worker_pb2_grpc
 
 from cache.prefix_cache import Explanation
+from common.grpc_text import sendable
 from common.tls import Certificates, grpc_server_credentials
 from worker.adapters import (
     AdapterConflictError,
@@ -131,7 +132,7 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
             status = status_of(error)
             if status is grpc.StatusCode.INTERNAL:
                 logger.error("request=%s failed: %s", message.request_id, error)
-            await context.abort(status, str(error))
+            await _abort(context, error)
         finally:
             self.num_requests -= 1
             if not self.num_requests:
@@ -171,7 +172,7 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
                 raise NotReadyError(self._not_ready())
             blocks = await asyncio.wrap_future(self._engine.reset_cache())
         except _EXPECTED as error:
-            await context.abort(status_of(error), str(error))
+            await _abort(context, error)
         return worker_pb2.ResetWorkerCacheResponse(blocks=blocks)
 
     async def LoadLora(  # noqa: N802
@@ -181,7 +182,7 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
         try:
             loaded, was_loaded = await self._open_adapters().load(message.name, message.path)
         except _EXPECTED as error:
-            await context.abort(status_of(error), str(error))
+            await _abort(context, error)
         logger.info("lora=%s version=%s loaded from path=%r", message.name, loaded.adapter.version[:12], message.path)
         return worker_pb2.LoadWorkerLoraResponse(lora=_lora(loaded), was_loaded=was_loaded)
 
@@ -192,7 +193,7 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
         try:
             loaded, num_running = await self._open_adapters().unload(message.name)
         except _EXPECTED as error:
-            await context.abort(status_of(error), str(error))
+            await _abort(context, error)
         logger.info("lora=%s version=%s unloaded", message.name, loaded.adapter.version[:12])
         return worker_pb2.UnloadWorkerLoraResponse(lora=_lora(loaded), running=num_running)
 
@@ -217,7 +218,7 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
                 salt = message.cache_salt or None
                 found = await asyncio.wrap_future(self._engine.explain_cache(token_ids, adapter, salt))
         except _EXPECTED as error:
-            await context.abort(status_of(error), str(error))
+            await _abort(context, error)
         return _explanation(found, time.monotonic())
 
     def cut(self, detail: str) -> None:
@@ -285,6 +286,10 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
         context.set_trailing_metadata(trailing_metadata(ending))
         if ending.failure is not None:
             raise RequestFailedError(ending.failure, ending.detail)
+
+
+async def _abort(context: Context, error: Exception) -> NoReturn:
+    await context.abort(status_of(error), sendable(str(error)))
 
 
 class Mailbox:

@@ -211,6 +211,20 @@ async def test_an_order_without_name_or_path_is_400(three: Cluster) -> None:
         assert (await three.http.post("/v1/lora", json=body)).status_code == 400
 
 
+async def test_names_and_paths_of_any_length_are_400_and_reach_no_worker(three: Cluster) -> None:
+    for body in (
+        {"name": "a", "path": "/a" * 1_000_000},
+        {"name": "a", "path": "ä" * 2049},
+        {"name": "n" * 129, "path": "/a"},
+    ):
+        answer = await three.http.post("/v1/lora", json=body)
+        assert (answer.status_code, "is longer than" in answer.text, len(answer.text) < 400) == (400, True, True)
+    gone = await three.http.delete(f"/v1/lora/{'n' * 129}")
+    assert (gone.status_code, "n" * 129 in gone.text) == (400, False)
+    assert not any(worker.loras for worker in three.workers.values())
+    assert (await load(three, "n" * 128, "/" + "a" * 4095))["complete"]
+
+
 async def test_a_fleet_of_nobody_has_nobody_to_load(cluster: Cluster) -> None:
     await cluster.add_router(wait=False)
     assert (await cluster.http.post("/v1/lora", json={"name": "a", "path": "/a"})).status_code == 503

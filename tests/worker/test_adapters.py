@@ -441,6 +441,67 @@ def test_files_that_lead_out_are_pipes_too_long_or_pickled_are_refused(tmp_path:
     refused(pickled, CONFIG_FILE)
 
 
+def test_paths_that_no_system_call_takes_are_refused_in_the_same_words(tmp_path: Path) -> None:
+    (tmp_path / "loop").symlink_to("loop")
+    (tmp_path / "one").symlink_to("two")
+    (tmp_path / "two").symlink_to("one")
+    for path in (
+        "a" * 256,
+        f"a/{'b' * 300}",
+        "loop",
+        "one/a",
+        f"{tmp_path}/loop",
+        "/a" * 2048,
+        "a/" * 2048,
+        "ä" * 2048,
+    ):
+        with pytest.raises(AdapterError, match="is no folder below any --lora-dir") as caught:
+            find_folder(path, [tmp_path])
+        assert len(str(caught.value)) < 400
+    for path in ("/a" * 1_000_000, "a" * 4097, "ä" * 2049):
+        with pytest.raises(AdapterError, match="longer than the 4096 bytes") as caught:
+            find_folder(path, [tmp_path])
+        assert len(str(caught.value)) < 400
+
+
+@pytest.mark.parametrize("name", [CONFIG_FILE, TENSORS_FILE])
+async def test_what_cannot_be_read_is_refused_without_telling_where_the_folder_lies(
+    valkey_url: str, tmp_path: Path, name: str
+) -> None:
+    file = write(tmp_path / "a") / name
+    file.unlink()
+    async with serve(config_with(valkey_url, tmp_path)) as served:
+        for target, words in ((name, "symbolic links"), ("/etc/passwd", "leads out of"), ("none", "No such file")):
+            file.unlink(missing_ok=True)
+            file.symlink_to(target)
+            code, told = await refusal(load(served.client, "a", "a"))
+            assert (code, words in told) == (grpc.StatusCode.INVALID_ARGUMENT, True), told
+            assert f"'a/{name}'" in told
+            assert str(tmp_path) not in told
+        code, told = await refusal(load(served.client, "a", "b" * 256))
+        assert (code, str(tmp_path) in told) == (grpc.StatusCode.INVALID_ARGUMENT, False)
+
+
+async def test_a_call_ends_whatever_text_its_error_has(valkey_url: str, tmp_path: Path) -> None:
+    class Reader(UncheckedReader):
+        def __call__(self, config: bytes, tensors: bytes) -> tuple[None, int]:
+            raise AdapterError("a key '\ud800' of the file")
+
+    async with serve(config_with(valkey_url, tmp_path)) as served:
+        write(tmp_path / "key", **{"\ud800": 1})
+        code, told = await refusal(load(served.client, "a", "key"))
+        assert (code, r"'\ud800' 1 is not supported" in told) == (grpc.StatusCode.INVALID_ARGUMENT, True)
+        adapters = served.worker._service._adapters
+        assert adapters is not None
+        adapters._reader = Reader(64)
+        code, told = await refusal(load(served.client, "a", "key"))
+        assert (code, told) == (grpc.StatusCode.INVALID_ARGUMENT, r"a key '\ud800' of the file")
+        code, told = await refusal(load(served.client, "n" * 100_000, "key"))
+        assert (code, len(told) < 400) == (grpc.StatusCode.INVALID_ARGUMENT, True)
+        code, told = await refusal(unload(served.client, "n" * 100_000))
+        assert (code, len(told) < 400) == (grpc.StatusCode.NOT_FOUND, True)
+
+
 def test_the_version_tells_which_file_a_byte_belongs_to(tmp_path: Path) -> None:
     folder = write(tmp_path / "a", b"abc")
     config = (folder / CONFIG_FILE).read_bytes()

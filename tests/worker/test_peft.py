@@ -69,6 +69,29 @@ def test_what_cannot_be_honoured_is_refused_by_name(words: str) -> None:
         read(**REFUSED[words])
 
 
+@pytest.mark.parametrize(
+    "more",
+    [
+        {"\ud800": 1},
+        {"\ud800" * 5000: "\ud800" * 5000},
+        {"peft_type": "\ud800"},
+        {"bias": "\ud800" * 5000},
+        {"init_lora_weights": ["\ud800" * 5000]},
+        {"target_modules": ["\ud800" * 5000, "a\nb"]},
+        {"exclude_modules": "\ud800"},
+        {"layers_pattern": "\ud800"},
+        {"rank_pattern": {"\ud800" * 5000: 1}},
+        {"rank_pattern": {"q" * 5000: "\ud800"}},
+        {"alpha_pattern": {"q_proj": "\ud800"}},
+    ],
+)
+def test_what_a_file_says_is_shown_escaped_and_short(more: dict[str, Any]) -> None:
+    with pytest.raises(AdapterError) as caught:
+        read(**more)
+    assert len(str(caught.value).encode()) < 500
+    assert str(caught.value).isprintable()
+
+
 @pytest.mark.parametrize("data", [b"{", b"[]", b"\xff", b"[" * 100_000, b'{"peft_type": "LORA"}'])
 def test_files_that_are_no_configuration_are_refused(data: bytes) -> None:
     with pytest.raises(AdapterError):
