@@ -248,10 +248,13 @@ async def test_a_replica_that_has_just_lost_the_adapter_costs_a_retry(three: Clu
     await load(three, "a", "/a", replica="w0")
     await load(three, "a", "/a", replica="w1")
     three.workers["w0"].faults.lost_loras = {"a"}
-    answers = [await ask(three, lora="a", prompt=f"{n} " * 40) for n in range(6)]
-    assert {answer.status_code for answer in answers} == {200}
-    assert {answer.headers["x-warmfront-replica"] for answer in answers} == {"w1"}
-    assert any(request.lora for request in three.workers["w0"].requests)
+    for number in range(60):  # which of two equals is asked first is drawn
+        answer = await ask(three, lora="a", prompt=f"{number} " * 40)
+        assert (answer.status_code, answer.headers["x-warmfront-replica"]) == (200, "w1")
+        if any(request.lora for request in three.workers["w0"].requests):
+            break
+    else:
+        pytest.fail("the one that lost it was never asked")
     three.workers["w1"].faults.lost_loras = {"a"}
     lost = await ask(three, lora="a")
     assert (lost.status_code, "adapter 'a'" in lost.json()["error"]["message"]) == (404, True)
