@@ -335,6 +335,14 @@ def test_text_and_messages_are_read_by_a_tokenizer(tmp_path: Path) -> None:
     assert json.loads(done.stdout)["hit_rate"] > 0.2
 
 
+def test_a_share_of_few_blocks_still_holds_the_longest_request(tmp_path: Path) -> None:
+    path = tmp_path / "small.jsonl"
+    lines = [{"timestamp_ms": 0, "token_ids": [1] * length, "output_tokens": 4} for length in (12, 30, 40)]
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    done = replay(path, "--policy", "all")
+    assert (done.returncode, "8 replicas with 3 blocks of 16 tokens each" in done.stdout) == (0, True), done.stderr
+
+
 @pytest.mark.parametrize(
     ("arguments", "complaint"),
     [

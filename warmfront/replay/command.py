@@ -21,7 +21,7 @@ from warmfront.options import ENV_PREFIX, FILE, Duration
 from warmfront.replay.capacity import costs_of
 from warmfront.replay.report import Bounds, as_line, as_object, capacity_table, plot, policy_table
 from warmfront.replay.settings import Settings
-from warmfront.replay.simulation import Outcome, open_loop_speed, oracle_hit_rate, simulate
+from warmfront.replay.simulation import Outcome, blocks_of_longest, open_loop_speed, oracle_hit_rate, simulate
 from warmfront.replay.trace import MOONCAKE_BLOCK_SIZE, Encode, Job, Turn, name_blocks, read_trace
 
 _DEFAULT_BLOCK_SIZE = 16
@@ -84,7 +84,7 @@ class Policies(click.ParamType[list[str]]):
     default="40%",
     show_default=True,
     help="Blocks of each replica's cache, of the first --block-size (others get as many tokens); or a share of the "
-    "trace's distinct blocks, over all replicas. A list plans capacity.",
+    "trace's distinct blocks, over all replicas, at least room for its longest request. A list plans capacity.",
 )
 @click.option(
     "--block-size",
@@ -209,7 +209,7 @@ def replay(
                 settings = replace(
                     base,
                     num_replicas=num_replicas,
-                    kv_blocks=_pool_blocks(pool, jobs, num_replicas, sizes[0], block_size),
+                    kv_blocks=_pool_blocks(pool, jobs, num_replicas, sizes[0], scheme),
                 )
                 if load_share is not None:
                     settings = replace(settings, speed=open_loop_speed(jobs, scheme, settings, load_share))
@@ -289,11 +289,12 @@ def _check_loop(open_loop: bool, in_flight: int | None, speed: float | None, loa
         raise WrongUse("--speed and --load-share both say how fast requests come: give one")
 
 
-def _pool_blocks(pool: str, jobs: Sequence[Job], num_replicas: int, first_block_size: int, block_size: int) -> int:
+def _pool_blocks(pool: str, jobs: Sequence[Job], num_replicas: int, first_block_size: int, scheme: HashScheme) -> int:
+    """Blocks of each replica. A share is never less than the longest request takes."""
     if pool.endswith("%"):
         num_distinct = len(set().union(*(job.all_hashes for job in jobs)))
-        return max(1, num_distinct * int(pool[:-1]) // (100 * num_replicas))
-    return max(1, int(pool) * first_block_size // block_size)
+        return max(blocks_of_longest(jobs, scheme), num_distinct * int(pool[:-1]) // (100 * num_replicas))
+    return max(1, int(pool) * first_block_size // scheme.block_size)
 
 
 def _encoder(model: Path | None) -> Encode:

@@ -131,10 +131,15 @@ def open_loop_speed(jobs: Sequence[Job], scheme: HashScheme, settings: Settings,
     return load_share * duration_s / simulate(jobs, scheme, closed).makespan_s
 
 
+def blocks_of_longest(jobs: Sequence[Job], scheme: HashScheme) -> int:
+    """What the longest request takes with its answer."""
+    longest = max(job.turn.num_tokens + job.turn.num_output_tokens for job in jobs)
+    return -(-longest // scheme.block_size)
+
+
 def check_room(jobs: Sequence[Job], scheme: HashScheme, kv_blocks: int) -> None:
     """Raises ``WrongUse`` where the longest request and its answer need more blocks than there are."""
-    longest = max(job.turn.num_tokens + job.turn.num_output_tokens for job in jobs)
-    num_blocks = -(-longest // scheme.block_size)
+    num_blocks = blocks_of_longest(jobs, scheme)
     if num_blocks > kv_blocks:
         raise WrongUse(f"--kv-blocks {kv_blocks}: the trace's longest request takes {num_blocks}")
 
