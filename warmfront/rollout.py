@@ -94,8 +94,10 @@ def change_settings(workers: dict[str, Any], model: Path | None, changes: tuple[
     for change in changes:
         name, separator, value = change.partition("=")
         param = name.strip().lstrip("-").replace("-", "_")
-        if not separator or param not in known:
+        if not separator:
             raise WrongUse(f"--set {change}: write KEY=VALUE with a flag of `warmfront worker`, such as kv-blocks=4096")
+        if param not in known:
+            raise WrongUse(f"--set {change}: {name.strip()} is no flag of `warmfront worker`; its --help lists them")
         key = key_of(settings, param)
         if param in _CONTRACT and str(settings.get(key, "")) != value:
             raise WrongUse(
