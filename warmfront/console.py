@@ -22,6 +22,11 @@ stderr = Console(stderr=True, highlight=False, soft_wrap=True)
 _AMPLE_WIDTH = 10_000  # characters; no table is that wide
 
 
+def counted(number: int, noun: str) -> str:
+    """As 1 block, 1,200 blocks."""
+    return f"{number:,} {noun}" if number == 1 else f"{number:,} {noun}s"
+
+
 def say(text: str) -> None:
     """One line on standard error; silently nothing when the terminal has been closed meanwhile."""
     with contextlib.suppress(OSError):

@@ -11,14 +11,15 @@ from rich.console import Group, RenderableType
 from rich.text import Text
 
 from warmfront.client import Address, Client, address_options
-from warmfront.console import Grid, stdout
+from warmfront.console import Grid, counted, stdout
 from warmfront.errors import WrongUse
 
+# Routers know whole blocks. A replica may also reuse tokens inside the block that follows them.
 REASONS = {
-    "warmest": "nobody holds more of the prompt",
-    "cheaper": "another replica holds more of the prompt, but would answer later or delay others more",
-    "cold": "no replica holds any of the prompt",
-    "below_block": "the prompt is no longer than a block, so nothing of it can be reused",
+    "warmest": "nobody holds more blocks of the prompt",
+    "cheaper": "another replica holds more blocks of the prompt, but would answer later or delay others more",
+    "cold": "no replica holds a whole block of the prompt",
+    "below_block": "the prompt is no longer than a block, and a router knows only of whole ones",
     "no_reuse": "nothing is cached of such requests",
     "no_replica": "no replica takes requests",
 }
@@ -81,8 +82,9 @@ def decision_table(one: dict[str, Any]) -> RenderableType:
     """One decision: every replica with what it held, what waited there and the terms of its cost."""
     where = f"to {one['chosen']}" if one["chosen"] else "nowhere"
     title = (
-        f"{one['request_id'] or 'a request like this'}: {one['prompt_tokens']:,} tokens, {one['full_blocks']:,} blocks "
-        f"of {one['block_size']}, {where} by {one['policy']}: {REASONS.get(one['reason'], one['reason'])}"
+        f"{one['request_id'] or 'a request like this'}: {counted(one['prompt_tokens'], 'token')}, "
+        f"{counted(one['full_blocks'], 'block')} of {one['block_size']}, {where} by {one['policy']}: "
+        f"{REASONS.get(one['reason'], one['reason'])}"
     )
     blocks, costs = ("device", "host", "pending", "waiting tok"), ("TTFT ms", "wait", "miss", "displaced", "cost ms")
     table = Grid(("replica", "why", *blocks, *costs), "replica", left=("replica", "why"))
@@ -99,7 +101,9 @@ def decision_table(one: dict[str, Any]) -> RenderableType:
         notes.append(Text(f"{one['chosen']}'s cache: {cache_text(one['cache'])}"))
     if "cached_tokens" in one:
         after = f" after {_ms(one['ttft_s'])} ms" if "ttft_s" in one else ""
-        notes.append(Text(f"{one['chosen']} answered{after} with {one['cached_tokens']:,} tokens from its cache"))
+        inside = ", some of them inside a block" if one["cached_tokens"] % one["block_size"] else ""
+        held = counted(one["cached_tokens"], "token")
+        notes.append(Text(f"{one['chosen']} answered{after} with {held} from its cache{inside}"))
     if one.get("queue_s"):
         notes.append(Text(f"held back in the router's queue for {_ms(one['queue_s'])} ms"))
     return Group(Text(title, style="bold"), table, *notes)
@@ -107,14 +111,14 @@ def decision_table(one: dict[str, Any]) -> RenderableType:
 
 def cache_text(cache: dict[str, Any]) -> str:
     """What a replica says of a prompt's blocks, in a sentence."""
-    held = f"{cache['cached_tokens']:,} tokens held"
+    held = f"{counted(cache['cached_tokens'], 'token')} held in whole blocks"
     if cache["coming_tokens"]:
         held += f", {cache['coming_tokens']:,} more being computed"
     match cache["reason"]:
         case "hit":
-            return f"{held}, all that can be reused"
+            return f"{held}, all of those that can be reused"
         case "below_block":
-            return "the prompt is no longer than a block"
+            return "the prompt is no longer than a block; only tokens inside one can be reused"
         case "never_seen":
             return f"{held}; it does not remember to have had the next block"
         case "evicted":

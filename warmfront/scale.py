@@ -6,7 +6,7 @@ from pathlib import Path
 
 import click
 
-from warmfront.console import Progress
+from warmfront.console import Progress, counted
 from warmfront.errors import DeadlinePassed, Failure, WrongUse
 from warmfront.options import MAX_REPLICAS, Duration, format_duration
 from warmfront.up import gpus_of
@@ -39,15 +39,19 @@ def scale(
         workers[key_of(workers, "replicas")] = count
         wishes.write(content)
         if no_wait:
-            click.echo(f"{count} workers are wanted")
+            click.echo(f"{_workers(count)} wanted")
             return
         with Progress() as progress:
             if not wait(lambda: _is_there(wishes, count, progress), deadline):
                 raise DeadlinePassed(
-                    f"not {count} READY workers after {format_duration(deadline)}; the controller goes on: "
+                    f"not {counted(count, 'READY worker')} after {format_duration(deadline)}; the controller goes on: "
                     + ", ".join(f"{part['name']} {part['state']}" for part in wishes.parts())
                 )
-    click.echo(f"{count} workers are READY")
+    click.echo(f"{_workers(count)} READY")
+
+
+def _workers(count: int) -> str:
+    return f"{counted(count, 'worker')} {'is' if count == 1 else 'are'}"
 
 
 def _is_there(wishes: Wishes, count: int, progress: Progress) -> bool:
@@ -69,4 +73,4 @@ def _check_machine(wishes: Wishes, workers: dict[str, object], count: int) -> No
         raise WrongUse(f"{count} workers: a cluster of one machine has at most {MAX_REPLICAS}")
     gpus = gpus_of("auto")
     if workers.get("num_gpus") and count > gpus:
-        raise WrongUse(f"{count} workers: each takes one GPU, and here are {gpus}")
+        raise WrongUse(f"{counted(count, 'worker')}: each takes one GPU, and this machine has {gpus}")

@@ -13,7 +13,7 @@ from tests.warmfront.conftest import Cli
 from warmfront.client import Answer, Client
 from warmfront.compare import COLUMNS, Row, read_prompts, uncached_cluster, verdict
 from warmfront.errors import WrongUse
-from warmfront.explain import cache_text, decisions_table
+from warmfront.explain import cache_text, decision_table, decisions_table
 from warmfront.status import render
 from warmfront.store import free_port
 
@@ -203,7 +203,7 @@ def test_an_address_that_is_none_is_refused() -> None:
 def test_explain_shows_one_decision_and_who_was_refused_why(cli: Cli, router: FakeRouter) -> None:
     result = cli("explain", "--url", router.url, "a prompt")
     assert result.exit_code == 0, result.err
-    assert "1,000 tokens, 62 blocks of 16, to w0 by warmfront: nobody holds more" in result.out
+    assert "1,000 tokens, 62 blocks of 16, to w0 by warmfront: nobody holds more blocks" in result.out
     assert "w1: dtype is 'a', the fleet has 'b'" in result.out
     assert router.bodies[-1] == {"messages": [{"role": "user", "content": "a prompt"}]}
     assert cli("explain", "--url", router.url, "--completion", "a prompt").exit_code == 0
@@ -211,14 +211,24 @@ def test_explain_shows_one_decision_and_who_was_refused_why(cli: Cli, router: Fa
     assert cli("explain", "--url", router.url, "--request-id", "r7").out.startswith("r7: 1,000 tokens")
 
 
+def test_explain_does_not_deny_what_a_replica_reuses_inside_a_block() -> None:
+    short = {"reason": "below_block", "prompt_tokens": 16, "full_blocks": 1, "cached_tokens": 15}
+    out = io.StringIO()
+    Console(file=out, width=300).print(decision_table(explanation("r7") | short))
+    assert "r7: 16 tokens, 1 block of 16, to w0" in out.getvalue()
+    assert "the prompt is no longer than a block, and a router knows only of whole ones" in out.getvalue()
+    assert "with 15 tokens from its cache, some of them inside a block" in out.getvalue()
+
+
 def test_explain_says_what_became_of_the_missing_block() -> None:
     cache = {"reason": "evicted", "cached_tokens": 32, "coming_tokens": 0, "evicted_ago_s": 12.5, "idle_s": 300.0}
     cache |= {"removal_reason": "evicted", "evicted_for": "r77"}
     assert cache_text(cache) == (
-        "32 tokens held; the next block was evicted 12.5 s ago to make room for request r77, after 300.0 s without use"
+        "32 tokens held in whole blocks; the next block was evicted 12.5 s ago "
+        "to make room for request r77, after 300.0 s without use"
     )
     assert cache_text({**cache, "reason": "hit", "coming_tokens": 16}) == (
-        "32 tokens held, 16 more being computed, all that can be reused"
+        "32 tokens held in whole blocks, 16 more being computed, all of those that can be reused"
     )
 
 

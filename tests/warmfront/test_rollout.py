@@ -69,7 +69,7 @@ def replaced(cli: Cli, up: Up, count: int) -> None:
         assert "/no/such/folder: there is no such file or folder; rolled back" in failed.err.splitlines()[-1]
         assert wait_for(lambda: ready(up, count), "the same") == names
 
-        assert cli("scale", "1").exit_code == 0
+        assert cli("scale", "1").out == "1 worker is READY\n"
         wait_for(lambda: ready(up, 1), "one that is READY, and no other")
     assert errors == []
     settings = yaml.safe_load((up.run_dir / "desired.yaml").read_text())["workers"]["settings"]
@@ -84,7 +84,7 @@ def test_workers_are_scaled_and_replaced_under_load_and_nobody_notices(
         replaced(cli, up, 2)
         for arguments, words in (
             (("rollout", "--set", "block-size=32"), "makes another fleet"),
-            (("rollout", "--set", "kv-blok=1"), "KEY=VALUE with a flag"),
+            (("rollout", "--set", "kv-blok=1"), "kv-blok is no flag of `warmfront worker`"),
             (("rollout", "--set", "kv-blocks=none"), "workers.settings.kv-blocks"),
             (("rollout", "--model", "/no/such"), "no such file"),
             (("scale", "0"), "not in the range"),
