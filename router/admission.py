@@ -195,6 +195,7 @@ class Admission(Generic[T]):
         try:
             decisions = _MAX_DECISIONS
             while decisions > 0 and self.has_room:
+                self._loads.release_holds()
                 full = self._full()
                 if full and len(full) >= self._num_ready():
                     break
@@ -213,7 +214,6 @@ class Admission(Generic[T]):
 
     def _send_next(self, full: set[str], max_decisions: int, now: float) -> tuple[bool, int]:
         """Send one request; whether there was one that can go, and how many were placed to find it."""
-        self._loads.release_holds()
         num_tried = 0
         for num_passed, waiter in enumerate(self._queue.candidates()):
             wants = waiter.wants
@@ -239,6 +239,7 @@ class Admission(Generic[T]):
                 wants = waiter.wants = outcome
                 waiter.sure_until_s = now + _SURE_S
             self._loads.hold(wants.replica, wants.work_tokens)
+            full.add(wants.replica)  # for those after it, also where it has room, but not for all choices of this one
             if num_passed >= _MAX_PASSED:
                 break
         return False, num_tried

@@ -64,7 +64,7 @@ class RouterConfig:
     queue_requests: int = 1024  # held back at most; above it clients get 429
     queue_tokens: int = 8 << 20  # of their prompts
     queue_timeout_s: float = 30.0
-    replica_requests: int | None = None  # in flight on one replica; None: what its lease says it can use
+    replica_requests: int | None = None  # in flight on one replica, by choices; None: what its lease says it can use
     replica_tokens: int | None = None  # prompt tokens that wait to be computed there; None: the same
     tenant_weights: str | None = None  # gold=4,free=0.5; 1 for all others
     max_body_bytes: int = 16 << 20

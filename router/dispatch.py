@@ -161,7 +161,9 @@ class Dispatcher:
         asked = worker_pb2.ExplainCacheRequest(
             token_ids=packed, cache_salt=call.cache_salt, lora=call.lora, lora_version=call.lora_version
         )
-        record.would_wait = decision is not None and self._fleet.is_full(decision.chosen.replica)
+        record.would_wait = decision is not None and self._fleet.is_full(
+            decision.chosen.replica, max(1, request.sampling.n)
+        )
         record.cache = await ask_cache(self._fleet, record, asked)
         return record
 
@@ -309,6 +311,7 @@ class Dispatcher:
             tenant=work.call.tenant,
             priority=work.call.priority,
             num_tokens=work.num_tokens,
+            num_choices=work.call.sampling.n,
             arrived_s=now,
             expires_s=min(deadline_s, now + self._config.queue_timeout_s),
             deadline_s=deadline_s,
@@ -340,9 +343,9 @@ class Dispatcher:
         decided = self._placement.decide(work.num_tokens, keys, self._block_size, caches, now, work.session)
         decision = decided.decision
         chosen = decision.chosen
-        if may_wait and self._fleet.is_full(chosen.replica):
+        if may_wait and self._fleet.is_full(chosen.replica, work.call.sampling.n):
             return Wanted(chosen.replica, decided.work_tokens)
-        ticket = self._placement.charge(decided, now)
+        ticket = self._placement.charge(decided, now, work.call.sampling.n)
         member = self._fleet.ready[chosen.replica]
         member.breaker.start()
         route.replica = chosen.replica

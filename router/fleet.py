@@ -204,11 +204,18 @@ class Fleet:
             self.loads.confirm(replica_id, self.mirror.applied_seq(replica_id), now)
         self._report()
 
-    def is_full(self, replica: str) -> bool:
-        """Whether a ready replica is at its bound, by the requests of all routers and of whoever its lease tells of."""
+    def is_full(self, replica: str, num_choices: int = 1) -> bool:
+        """Whether a ready replica has no room for a request of so many choices.
+
+        By the requests of all routers and of whoever its lease tells of, and full too while a request of more choices,
+        whose turn is before, waits for it to have room: else those of one choice would always take it first.
+        """
         load = self.loads.of(replica)
+        if load.held_requests:
+            return True
         bound = self.bounds.get(replica, _UNBOUND)
-        return bound.is_reached(load.in_flight + load.foreign_requests, load.waiting_tokens + load.foreign_tokens)
+        requests, tokens = load.in_flight + load.foreign_requests, load.waiting_tokens + load.foreign_tokens
+        return bound.is_reached(requests, tokens, num_choices)
 
     def full(self) -> set[str]:
         """Those of the ready replicas that are."""

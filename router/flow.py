@@ -1,10 +1,10 @@
 """Which request is sent next when replicas are full: bounds, fair order, who gives way. Plain data, time an argument.
 
-A replica is full when it has as many requests, or as many prompt tokens to compute, as it can use: more would only wait
-there, in an order that nobody can change any more. Requests that want a full replica wait here, in classes by their
-``priority`` (lower first), inside a class by deficit round robin over tenants: in turn each may have a quantum of
-tokens times its weight computed. What a request costs is known once it is placed, so a turn may end in debt, which the
-tenant's next turns pay first. A lower class is never starved: one service in 16 is its own.
+A replica is full when it has as many sequences (one per choice), or as many prompt tokens to compute, as it can use:
+more would only wait there, in an order that nobody can change any more. Requests that want a full replica wait here,
+in classes by their ``priority`` (lower first), inside a class by deficit round robin over tenants: in turn each may
+have a quantum of tokens times its weight computed. What a request costs is known once it is placed, so a turn may end
+in debt, which the tenant's next turns pay first. A lower class is never starved: one service in 16 is its own.
 
 When the queue is full, whoever has most in it gives way: a flood costs the one who sends it.
 """
@@ -31,12 +31,12 @@ _UNBOUNDED = 1 << 60
 class Bound(NamedTuple):
     """What a replica is given at most."""
 
-    requests: int = _UNBOUNDED  # in flight
+    requests: int = _UNBOUNDED  # in flight, each choice counted; one with more goes to a replica that has none
     tokens: int = _UNBOUNDED  # waiting to be computed; a longer prompt goes to a replica that has none
 
-    def is_reached(self, requests: int, tokens: int) -> bool:
-        """Whether a replica with so much gets no more."""
-        return requests >= self.requests or tokens >= self.tokens
+    def is_reached(self, requests: int, tokens: int, num_choices: int = 1) -> bool:
+        """Whether a replica with so much gets no request of so many choices more."""
+        return (requests > 0 and requests + num_choices > self.requests) or tokens >= self.tokens
 
 
 class ReplicaLimits(Protocol):
@@ -71,6 +71,7 @@ class Waiting:
     tenant: str
     priority: int  # lower first
     num_tokens: int  # of its prompt
+    num_choices: int = 1  # answers to it
     arrived_s: float
     expires_s: float
 
@@ -157,10 +158,13 @@ class FlowQueue(Generic[W]):
                 queues = left
 
     def serve(self, waiting: W, cost_tokens: int) -> None:
-        """It is on its way: take it out and charge its tenant with the tokens that are computed for it."""
+        """It is on its way: take it out and charge its tenant with the tokens that are computed for it.
+
+        Its prompt is computed once; each further choice takes a place, and costs what a place costs.
+        """
         one = self._classes[waiting.priority]
         tenant = one.ring[waiting.tenant]
-        cost = max(MIN_COST_TOKENS, cost_tokens)
+        cost = max(MIN_COST_TOKENS, cost_tokens) + MIN_COST_TOKENS * (waiting.num_choices - 1)
         # Out of turn, where nobody else could use the room, a debt is the largest of its costs, not their sum.
         tenant.deficit = min(tenant.deficit, max(tenant.deficit, 0.0) - cost)
         one.passed = 0

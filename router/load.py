@@ -30,8 +30,8 @@ _MAX_STEPS = 16_384  # that wait to be told; what falls out is made good by the 
 class Share(NamedTuple):
     """What one router has on one replica, or a change of that."""
 
-    in_flight: int = 0  # requests
-    waiting_requests: int = 0  # of those, without a first token
+    in_flight: int = 0  # sequences: a request of several choices counts as so many
+    waiting_requests: int = 0  # without a first token; the choices of one share its prefill
     waiting_tokens: int = 0  # prompt tokens charged to the waiting ones
 
     def plus(self, other: Share) -> Share:
@@ -159,8 +159,8 @@ class ReplicaLoad:
         self.replica = replica
         self.is_gone = False
         self.others: dict[str, Share] = {}  # by router; their sum is part of the counts below
-        self.in_flight = 0  # requests
-        self.waiting_requests = 0  # of those, without a first token
+        self.in_flight = 0  # sequences: a request of several choices counts as so many
+        self.waiting_requests = 0  # without a first token; the choices of one share its prefill
         self.waiting_tokens = 0  # prompt tokens charged to the waiting ones
         # What stands beside the counts: requests of nobody we know, as far as the replica's lease tells more than was
         # ever in flight since the lease before it, and, while a queue is looked at, those in it that want this replica.
@@ -270,25 +270,43 @@ class ReplicaLoad:
 class Ticket:
     """One request's charge on one replica."""
 
-    __slots__ = ("_charged_tokens", "_journal", "_keys", "_load", "_number", "_open", "_started_s", "_waiting")
+    __slots__ = (
+        "_charged_tokens",
+        "_journal",
+        "_keys",
+        "_load",
+        "_num_choices",
+        "_number",
+        "_open",
+        "_started_s",
+        "_waiting",
+    )
 
     def __init__(
-        self, load: ReplicaLoad, miss_tokens: int, keys: Sequence[int], now: float, journal: Journal | None = None
+        self,
+        load: ReplicaLoad,
+        miss_tokens: int,
+        keys: Sequence[int],
+        now: float,
+        journal: Journal | None = None,
+        num_choices: int = 1,
     ) -> None:
         if not load.waiting_requests:
             load._busy_since_s = now
         self._load = load
         self._charged_tokens = miss_tokens
         self._keys = keys
+        self._num_choices = num_choices
         self._started_s = now
         self._waiting = True
         self._open = True
-        load.in_flight += 1
+        load.in_flight += num_choices
         load.waiting_requests += 1
         load.waiting_tokens += miss_tokens
         load.expect(keys)
         self._journal = journal
-        self._number = journal.add(0, load.replica, Share(1, 1, miss_tokens), keys) if journal is not None else 0
+        share = Share(num_choices, 1, miss_tokens)
+        self._number = journal.add(0, load.replica, share, keys) if journal is not None else 0
 
     def first_token(self, now: float) -> None:
         """The prefill is over: nobody waits for it any more."""
@@ -307,8 +325,8 @@ class Ticket:
         self._open = False
         load = self._load
         load.falls()
-        change = Share(-1).plus(self._stop_waiting())
-        load.in_flight -= 1
+        change = Share(-self._num_choices).plus(self._stop_waiting())
+        load.in_flight -= self._num_choices
         load.settle(self._keys, event_seq, output_keys, now)
         self._tell(change, output_keys, ended=True, event_seq=event_seq or 0)
 
@@ -342,9 +360,9 @@ class LoadBook:
             load = self._replicas[replica] = ReplicaLoad(replica, self.model)
         return load
 
-    def charge(self, replica: str, miss_tokens: int, keys: Sequence[int], now: float) -> Ticket:
+    def charge(self, replica: str, miss_tokens: int, keys: Sequence[int], now: float, num_choices: int = 1) -> Ticket:
         """Charge a request that was just placed; ``keys`` are the blocks it will add there."""
-        return Ticket(self.of(replica), miss_tokens, keys, now, self.journal)
+        return Ticket(self.of(replica), miss_tokens, keys, now, self.journal, num_choices)
 
     def hold(self, replica: str, tokens: int) -> None:
         """A queued request wants this replica: those after it in the queue reckon with that."""
@@ -392,5 +410,5 @@ class LoadBook:
 
     @property
     def in_flight(self) -> int:
-        """Requests of this router in flight everywhere."""
+        """Sequences of this router in flight everywhere."""
         return sum(load.own.in_flight for load in self._replicas.values())

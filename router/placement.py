@@ -126,10 +126,10 @@ class Placement:
             self._remember(keys[0], chosen.replica)
         return Decided(decision, missing_keys, chosen.work_tokens(num_tokens))
 
-    def charge(self, decided: Decided, now: float) -> Ticket:
+    def charge(self, decided: Decided, now: float, num_choices: int = 1) -> Ticket:
         """The request goes there, now."""
         self._turn += 1
-        return self._loads.charge(decided.replica, decided.work_tokens, decided.missing_keys, now)
+        return self._loads.charge(decided.replica, decided.work_tokens, decided.missing_keys, now, num_choices)
 
     def preview(
         self,

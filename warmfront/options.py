@@ -191,7 +191,9 @@ _TABLE: tuple[Flag | str, ...] = (
     Flag("max-inflight-requests", click.IntRange(min=1), "Requests sent and not ended; above it they are queued."),
     Flag("max-inflight-tokens", click.IntRange(min=1), "Prompt tokens of these; above it requests are queued."),
     Flag(
-        "replica-requests", click.IntRange(min=1), "In flight on one replica. Default: what its lease says it can use."
+        "replica-requests",
+        click.IntRange(min=1),
+        "In flight on one replica, each choice of a request counted. Default: what its lease says it can use.",
     ),
     Flag(
         "replica-tokens", click.IntRange(min=1), "Prompt tokens waiting there. Default: what its lease says it can use."

@@ -349,3 +349,49 @@ async def test_a_replica_that_leaves_while_requests_wait_for_it_fails_nobody_who
     gates[1].set()
     assert {response.status_code for response in await crowd.end()} == {200}
     assert cluster.load == 0
+
+
+async def test_choices_count_and_a_request_of_more_than_the_bound_gets_an_empty_replica_in_its_turn(
+    cluster: Cluster,
+) -> None:
+    worker = await cluster.add_worker("w0")
+    router = await cluster.add_router(replica_requests=4)
+    gate = await close_gate(worker)
+    crowd = Crowd(cluster)
+    queue = router.dispatcher.queue
+
+    def in_flight() -> int:
+        return router.fleet.loads.of("w0").in_flight
+
+    await crowd.send("a", n=3)
+    await crowd.send("b", n=2)  # 5 would be in flight
+    assert (queue.num_in_flight, len(queue), in_flight()) == (1, 1, 3)
+    await crowd.send("c")  # there is room for this one, and b was before it
+    await crowd.send("d", n=16)
+    await crowd.send("e")
+    assert (queue.num_in_flight, len(queue), in_flight()) == (1, 4, 3)
+    gate.set()
+    answers = await crowd.end()
+    assert [len(answer.json()["choices"]) for answer in answers] == [3, 2, 1, 16, 1]
+    assert [request.sampling.n for request in worker.requests] == [3, 2, 1, 16, 1]
+    assert cluster.load == 0
+
+
+async def test_a_client_that_leaves_gives_back_the_room_of_all_its_choices(cluster: Cluster) -> None:
+    worker = await cluster.add_worker("w0")
+    router = await cluster.add_router(replica_requests=4)
+    gate = await close_gate(worker)
+    crowd = Crowd(cluster)
+
+    def in_flight() -> int:
+        return router.fleet.loads.of("w0").in_flight
+
+    left = await crowd.send("a", n=16)
+    await crowd.send("b")
+    assert in_flight() == 16
+    left.cancel()
+    await until(lambda: in_flight() == 1)
+    gate.set()
+    crowd.tasks.remove(left)
+    assert [answer.status_code for answer in await crowd.end()] == [200]
+    assert cluster.load == 0

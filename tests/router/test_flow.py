@@ -44,6 +44,8 @@ def test_a_bound_is_what_a_replica_computes_at_once_and_a_little_more() -> None:
     assert bound_of(limits, tokens_per_s=40_000) == Bound(40, 40_000)
     assert bound_of(limits, 900, max_requests=2, max_tokens=100) == Bound(2, 100)
     assert not bound_of(common_pb2.Limits(), 900).is_reached(10**6, 10**9)  # who states no limits has none
+    assert not Bound(4).is_reached(1, 0, num_choices=3) and Bound(4).is_reached(2, 0, num_choices=3)
+    assert not Bound(4).is_reached(0, 0, num_choices=16) and Bound(4).is_reached(1, 0, num_choices=16)
     assert Bound(2, 100).is_reached(2, 0) and Bound(2, 100).is_reached(0, 100) and not Bound(2, 100).is_reached(1, 99)
 
 
@@ -83,6 +85,20 @@ def test_a_request_with_nothing_to_compute_is_not_free() -> None:
         one.add(asked("warm", cost=0))
     one.add(asked("b"))
     assert "b" in [waiting.tenant for waiting in served(one, 12)]
+
+
+def test_a_tenant_pays_for_each_choice() -> None:
+    one = queue(quantum_tokens=MIN_COST_TOKENS)
+    for _ in range(3):
+        many = asked("many")
+        many.num_choices = 16
+        one.add(many)
+    for _ in range(40):
+        one.add(asked("single", cost=100))
+    order = [request.tenant for request in served(one, 30)]
+    # The prompt and 15 further places against the prompt alone: 100 + 15 * 64 = 1060 tokens to 100.
+    first = order.index("many")
+    assert 9 <= order.index("many", first + 1) - first - 1 <= 12
 
 
 def test_who_leaves_in_debt_pays_when_it_comes_back() -> None:
