@@ -490,10 +490,8 @@ class _Cluster:
             f"  In another terminal {typed_command()} chat, status and compare show what the cache does.",
             "  Ctrl-C stops everything and leaves nothing behind.",
         ]
-        try:
+        with suppress(OSError):  # the terminal was closed, and its signal follows
             self._out.print(Text("\n".join(lines)))
-        except OSError:  # the terminal was closed, and its signal follows: what waits to be written goes nowhere
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _bracketed(host: str) -> str:

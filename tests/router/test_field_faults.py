@@ -29,11 +29,13 @@ async def test_a_replica_that_leaves_with_calls_hanging_holds_up_nobody_who_join
     leaving.faults.is_hung = True
     hanging = [asyncio.create_task(cluster.http.post("/v1/completions", json=PROMPT)) for _ in range(5)]
     await until(lambda: len(leaving.requests) == 5)
+    await cluster.add_worker("w1")  # where they go when it leaves
+    await until(lambda: set(router.fleet.ready) == {"w0", "w1"})
     leaving.state = common_pb2.GONE
     await leaving.report()
-    await cluster.add_worker("w1")
-    await until(lambda: set(router.fleet.ready) == {"w1"})
-    assert {(await request).status_code for request in hanging} == {200}  # by the new one
+    await cluster.add_worker("w2")
+    await until(lambda: set(router.fleet.ready) == {"w1", "w2"})
+    assert {(await request).status_code for request in hanging} == {200}
     assert router.fleet.index.num_blocks("w0") == 0
 
 

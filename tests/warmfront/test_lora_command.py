@@ -132,7 +132,7 @@ def test_an_adapter_is_loaded_used_listed_and_unloaded(cli: Cli, running: Runnin
 def test_what_was_not_done_is_said_and_ends_with_1(cli: Cli, running: Running) -> None:
     outside = cli("lora", "load", "out", "/etc", "--url", running.url)
     assert outside.exit_code == 1
-    assert "w0: refused: INVALID_ARGUMENT: lora: /etc is no folder below any --lora-dir of this worker" in outside.out
+    assert "w0: refused: INVALID_ARGUMENT: lora: '/etc' is no folder below any --lora-dir of this worker" in outside.out
     assert outside.err == "warmfront: not done on w0, w1\n"
     write(running.folder / "other", b"other")
     other = cli("lora", "load", "own", "other", "--json", "--url", running.url)
