@@ -64,7 +64,7 @@ class RouterActor:
     def drain(self) -> None:
         """Stop taking requests, let the running ones end, and end the actor for good."""
         self._loop.call_soon_threadsafe(self._stop.set)
-        self._thread.join(self._config.drain_timeout_s + _STOP_MARGIN_S)
+        self._thread.join(self._config.drain_deadline_s + _STOP_MARGIN_S)
         exit_actor()
 
     def _run(self) -> None:

@@ -71,7 +71,7 @@ class RouterConfig:
     body_timeout_s: float = 60.0  # for a request to arrive whole
     stall_timeout_s: float = 60.0  # a client that takes nothing of its answer for this long is cut off
     continue_streams: bool = True  # move a stream whose worker died to another replica
-    drain_timeout_s: float = 30.0  # streams still running this long after SIGTERM are cut
+    drain_deadline_s: float = 30.0  # streams still running this long after SIGTERM are cut
     log_json: bool = False
     log_level: str = "INFO"
 
@@ -95,7 +95,6 @@ class RouterConfig:
         for flag, seconds in (
             ("--heartbeat", self.heartbeat_s),
             ("--request-timeout", self.request_timeout_s),
-            ("--drain-timeout", self.drain_timeout_s),
             ("--hot-max-age", self.hot_max_age_s),
             ("--queue-timeout", self.queue_timeout_s),
             ("--body-timeout", self.body_timeout_s),
@@ -103,6 +102,8 @@ class RouterConfig:
         ):
             if not seconds > 0:
                 raise ConfigError(f"{flag} {seconds:g}s: must be over 0")
+        if not self.drain_deadline_s >= 0:
+            raise ConfigError(f"--drain-deadline {self.drain_deadline_s:g}s is below 0")
         if not self.lease_s >= 2 * self.heartbeat_s:
             raise ConfigError(
                 f"--lease {self.lease_s:g}s is under two heartbeats of {self.heartbeat_s:g}s: "

@@ -283,6 +283,10 @@ class Fleet:
             try:
                 model = await member.client.get_model(_GET_MODEL_TIMEOUT_S)
                 self._profile = await asyncio.to_thread(ModelProfile, model)
+            except asyncio.CancelledError:
+                if not member.has_left:
+                    raise
+                continue  # its channel was closed under the call: ask the next one
             except WorkerError as error:
                 self.note(member, REFUSES_ROUTER if error.is_refusal else f"cannot tell its model ({error.reason})")
                 continue

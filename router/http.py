@@ -96,7 +96,7 @@ class HttpFront:
             http=guarded(config.body_timeout_s, config.stall_timeout_s, self._stalled),
             ws="none",
             timeout_keep_alive=75,
-            timeout_graceful_shutdown=max(1, int(config.drain_timeout_s)),
+            timeout_graceful_shutdown=max(1, int(config.drain_deadline_s)),
         )
         settings.load()
         settings.ssl = ServerContext.of(certificates) if certificates is not None else None

@@ -78,15 +78,15 @@ class Router:
         self._http.begin_drain()
         await self._end_tasks()
         await self._grpc.set_ready(False)
-        self.dispatcher.queue.begin_drain(self.config.drain_timeout_s / 2)
+        self.dispatcher.queue.begin_drain(self.config.drain_deadline_s / 2)
         await asyncio.sleep(_DRAIN_NOTICE_S)
         await self.stop()
 
     async def stop(self) -> None:
         """Close the ports; running answers have the drain timeout to end."""
         await self._end_tasks()
-        self.dispatcher.queue.begin_drain(self.config.drain_timeout_s / 2)
-        await asyncio.gather(self._http.stop(), self._grpc.stop(self.config.drain_timeout_s))
+        self.dispatcher.queue.begin_drain(self.config.drain_deadline_s / 2)
+        await asyncio.gather(self._http.stop(), self._grpc.stop(self.config.drain_deadline_s))
         await self.fleet.stop()
         if self._metrics_server is not None:
             self._metrics_server.stop()

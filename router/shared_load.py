@@ -174,9 +174,11 @@ class SharedLoad:
     async def _look(self) -> None:
         """Read everybody's totals."""
         found: Any = await self._client.smembers(self._keys.routers)
-        names = sorted({name.decode() for name in found} - {self._router})
+        members = {member.decode(errors="replace"): member for member in found}  # others may write what is no UTF-8
+        members.pop(self._router, None)
+        names = sorted(members)
         values: Any = await self._client.mget(map(self._keys.load, names)) if names else ()
-        gone = [name for name, data in zip(names, values, strict=True) if data is None]
+        gone = [members[name] for name, data in zip(names, values, strict=True) if data is None]
         if gone:
             await self._client.srem(self._keys.routers, *gone)
         totals = {}

@@ -82,12 +82,17 @@ class Client:
     def __init__(self, address: str | Address, *, timeout_s: float = 600.0) -> None:
         self._address = address if isinstance(address, Address) else Address(url=address)
         url = self._address.url
-        parts = urlsplit(url if "//" in url else f"http://{url}")
+        no_address = WrongUse(f"{url!r} is no HTTP address: write http://127.0.0.1:8000")
+        try:
+            parts = urlsplit(url if "//" in url else f"http://{url}")
+            port = parts.port
+        except ValueError:  # a port over 65,535, half of a bracket
+            raise no_address from None
         if parts.scheme not in ("http", "https") or not parts.hostname:
-            raise WrongUse(f"{url!r} is no HTTP address: write http://127.0.0.1:8000")
+            raise no_address
         self.url = f"{parts.scheme}://{parts.netloc}"
         self._speaks_tls = parts.scheme == "https"
-        self._host, self._port, self._timeout_s = parts.hostname, parts.port, timeout_s
+        self._host, self._port, self._timeout_s = parts.hostname, port, timeout_s
 
     def get(self, path: str) -> Any:
         """The JSON object at ``path``."""
@@ -125,7 +130,7 @@ class Client:
                 for event in _events(response):
                     _take(answer, event, start, on_text)
             except (OSError, http.client.HTTPException) as error:
-                raise Failure(f"{self.url} closed the connection in mid-answer: {error}") from error
+                raise Failure(f"the answer of {self.url} broke off: {error}") from error
         answer.total_s = time.monotonic() - start
         return answer
 
@@ -247,7 +252,10 @@ def _events(response: http.client.HTTPResponse) -> Iterator[dict[str, Any]]:
             data = line[5:].strip()
             if data == b"[DONE]":
                 return
-            yield json.loads(data)
+            try:
+                yield json.loads(data)
+            except ValueError:
+                raise ConnectionError(f"it sent an event that is no JSON: {data[:80]!r}") from None
     raise ConnectionError("it was not complete")
 
 

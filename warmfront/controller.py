@@ -81,11 +81,14 @@ def controller(
 
         for number in (signal.SIGTERM, signal.SIGINT):  # not earlier: Ray takes SIGTERM for itself when it starts
             signal.signal(number, lambda *_: stop.set())
-        make = partial(start_controller, desired_file.absolute(), state_dir, desired.fleet)
-        actor = make()
         metrics = ControllerMetrics()
         if metrics_port is not None:
-            start_http_server(metrics_port, addr=listen, registry=metrics.registry)
+            try:
+                start_http_server(metrics_port, addr=listen, registry=metrics.registry)
+            except OSError as error:
+                raise WrongUse(f"--metrics-port {metrics_port} of {listen} cannot be had: {error.strerror}") from error
+        make = partial(start_controller, desired_file.absolute(), state_dir, desired.fleet)
+        actor = make()
         _follow(actor, make, state_dir, metrics, stop)
         if ray_address == "local":
             _end_parts(desired)

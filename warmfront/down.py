@@ -12,7 +12,7 @@ from warmfront.client import Client
 from warmfront.errors import Failure, WrongUse
 from warmfront.run_dir import RunDir, all_run_dirs, wait_gone
 
-DRAIN_DEADLINE_S = 60.0
+_KILL_MARGIN_S = 30.0  # beyond what `up` gives its parts to drain
 
 
 @click.command()
@@ -48,11 +48,11 @@ def end(cluster: RunDir) -> None:
     owner = cluster.owner()
     if owner is not None:
         owner.signal(signal.SIGTERM)
-        if not wait_gone([owner], DRAIN_DEADLINE_S):
+        if not wait_gone([owner], cluster.cluster.get("stop_within_s", 0) + _KILL_MARGIN_S):
             owner.signal(signal.SIGKILL)
     ended = cluster.remove()
     if cluster.path.exists():
-        raise Failure(f"cannot remove {cluster.path}: look who holds it")
+        raise Failure(f"cannot remove {cluster.path}: see what uses it (lsof +D)")
     how = "stopped" if owner is not None else f"removed what was left of it ({len(ended)} processes)"
     click.echo(f"{name}: {how}")
 

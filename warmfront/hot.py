@@ -29,7 +29,7 @@ from cache.hot import HotPrefix, by_value, merged, saved_tokens
 from common.redis_url import RedisUrlError, parse_redis_url
 from common.tls import TlsError, TlsFiles
 from router.worker_client import WorkerTls
-from warmfront.console import Progress, stdout
+from warmfront.console import Progress, counted, stdout
 from warmfront.errors import DeadlinePassed, Failure, WrongUse
 from warmfront.options import ENV_PREFIX, FILE, Duration, mask_url, read_secret
 from warmfront.run_dir import all_run_dirs
@@ -93,8 +93,8 @@ def hot(*, redis: str | None, redis_password_file: Path | None, fleet: str, limi
         table.add_row(*numbers, short_version(one.prefix.lora) or "-", f"{first} ...")
     stdout.print(table)
     click.echo(
-        f"{len(ranked)} prefixes of {sum(one.num_new_tokens for one in ranked):,} different tokens, "
-        f"written by {len(sets)} routers; share: of the prefill that all of them save"
+        f"hot prefixes: {len(ranked)}, different tokens: {sum(one.num_new_tokens for one in ranked):,}, "
+        f"written by {counted(len(sets), 'router')}; share: of the prefill that all of them save"
     )
 
 

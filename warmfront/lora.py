@@ -10,7 +10,7 @@ import click
 from rich.text import Text
 
 from warmfront.client import Address, Client, address_options
-from warmfront.console import Grid, stdout
+from warmfront.console import Grid, counted, stdout
 from warmfront.errors import Failure
 
 _TIMEOUT_S = 300.0  # as long as a router waits for its replicas
@@ -74,7 +74,7 @@ def _tell(answer: dict[str, Any], as_json: bool) -> None:
         click.echo(json.dumps(answer))
     else:
         for one in answer["replicas"]:
-            running = f", {one['running']} requests still run with it" if one["running"] else ""
+            running = f", {counted(one['running'], 'request')} still with it" if one["running"] else ""
             version = f" version {one['version'][:12]} rank {one['rank']}{running}" if one["version"] else ""
             detail = f": {one['detail']}" if one["detail"] else ""
             click.echo(f"{one['replica']}: {one['outcome'].replace('_', ' ')}{version}{detail}")

@@ -262,7 +262,7 @@ _TABLE: tuple[Flag | str, ...] = (
     ),
     Flag("max-num-seqs", click.IntRange(min=1), "Requests computed at once."),
     Flag("max-model-len", click.IntRange(min=2), "Prompt and output together, in tokens. Default: the model's."),
-    Flag("max-queue", COUNT, "Requests waiting at most; above it clients get 429."),
+    Flag("max-queue", click.IntRange(min=1), "Requests waiting at most; above it clients get 429."),
     "Simulated engine",
     Flag(
         "prefill-tokens-per-s",
@@ -280,12 +280,7 @@ _TABLE: tuple[Flag | str, ...] = (
     "Time",
     Flag("heartbeat", Duration(), "How often a worker renews its lease.", "heartbeat_s"),
     Flag("lease", Duration(), "A replica without a heartbeat for this long is gone.", "lease_s"),
-    Flag(
-        "drain-deadline",
-        Duration(),
-        "On shutdown, running requests may take this long.",
-        "drain_deadline_s drain_timeout_s",
-    ),
+    Flag("drain-deadline", Duration(), "On shutdown, running requests may take this long.", "drain_deadline_s"),
     Flag("request-timeout", Duration(), "A request that runs longer is cut.", "request_timeout_s"),
     Flag("body-timeout", Duration(), "A request that takes longer to arrive whole gets 408.", "body_timeout_s"),
     Flag("stall-timeout", Duration(), "Cut off a client that takes nothing of its answer.", "stall_timeout_s"),

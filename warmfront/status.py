@@ -12,7 +12,7 @@ from rich.live import Live
 from rich.text import Text
 
 from warmfront.client import Address, Client, address_options
-from warmfront.console import Grid, stdout
+from warmfront.console import Grid, counted, stdout
 from warmfront.errors import DeadlinePassed, Failure
 from warmfront.options import Duration
 
@@ -52,17 +52,21 @@ def status(*, address: Address, as_json: bool, watch: bool) -> None:
 def drain(*, replica: str, address: Address, deadline: float, no_wait: bool) -> None:
     """Take REPLICA out of service: no new requests go there, running ones end, its process exits."""
     client = Client(address, timeout_s=10)
-    running = client.post("/v1/drain", {"replica": replica, "deadline_ms": int(deadline * 1000)}).get("running", 0)
-    click.echo(f"{replica}: draining, {running} requests are running")
-    end = time.monotonic() + deadline
     generation = _find(client, replica).get("generation")
+    running = client.post("/v1/drain", {"replica": replica, "deadline_ms": int(deadline * 1000)}).get("running", 0)
+    click.echo(f"{replica}: draining, {counted(running, 'request')} running")
+    end = time.monotonic() + deadline
     while not no_wait:
-        now = _find(client, replica)
-        if not now or now.get("generation") != generation or now.get("state") == "GONE":
-            click.echo(f"{replica}: drained")
-            return
+        try:
+            now = _find(client, replica)
+            if now.get("generation") != generation or now["state"] == "GONE":
+                click.echo(f"{replica}: drained")
+                return
+            left = f"still has {counted(now['running'], 'request')}"
+        except Failure as error:  # that a router does not answer says nothing of the replica
+            left = f"may still run: {error.message}"
         if time.monotonic() > end:
-            raise DeadlinePassed(f"{replica} still has {now.get('running', '?')} requests after {deadline:g} s")
+            raise DeadlinePassed(f"{replica} {left}, after {deadline:g} s")
         time.sleep(0.2)
 
 
@@ -76,7 +80,7 @@ def reset(*, address: Address, as_json: bool) -> None:
         click.echo(json.dumps(answer))
     else:
         for one in answer["replicas"]:
-            what = f"{one['blocks']:,} blocks dropped" if one["outcome"] == "reset" else one["detail"]
+            what = counted(one["blocks"], "block") + " dropped" if one["outcome"] == "reset" else one["detail"]
             click.echo(f"{one['replica']}: {one['outcome']}, {what}")
     if not answer["complete"]:
         left = [one["replica"] for one in answer["replicas"] if one["outcome"] != "reset"]
@@ -119,8 +123,9 @@ def render(answer: dict[str, Any], url: str) -> RenderableType:
 def _queue(queue: dict[str, Any]) -> str:
     rate = f", drained at {queue['tokens_per_s']:,.0f} tok/s" if queue["tokens_per_s"] else ""
     return (
-        f"queue: {queue['requests']:,} requests of {queue['tenants']:,} tenants with {queue['tokens']:,} tokens wait, "
-        f"the oldest for {queue['oldest_s']:.1f} s{rate}; {queue['full_replicas']} replicas are full"
+        f"queue: {counted(queue['requests'], 'request')} of {counted(queue['tenants'], 'tenant')} with "
+        f"{counted(queue['tokens'], 'token')}, the oldest for {queue['oldest_s']:.1f} s{rate}; "
+        f"{counted(queue['full_replicas'], 'replica')} full"
     )
 
 
@@ -142,8 +147,5 @@ def percent(share: float | None) -> str:
 
 
 def _find(client: Client, replica: str) -> dict[str, Any]:
-    try:
-        replicas = client.get("/v1/replicas")["replicas"]
-    except Failure:
-        return {}
-    return next((one for one in replicas if one["id"] == replica), {})
+    """What a router says of a replica: nothing where it knows none of that name. Raises ``Failure``."""
+    return next((one for one in client.get("/v1/replicas")["replicas"] if one["id"] == replica), {})

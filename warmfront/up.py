@@ -27,7 +27,7 @@ from rich.text import Text
 from common.tls import Certificates, TlsError
 from router.config import RouterConfig
 from warmfront.client import Address, Client, shown_by_environment
-from warmfront.console import Progress, say
+from warmfront.console import Progress, counted, say
 from warmfront.desired import DESIRED_FILE, SHARED, number_of, read_status, write_desired
 from warmfront.errors import DeadlinePassed, Failure, WrongUse
 from warmfront.options import (
@@ -336,7 +336,7 @@ class _Cluster:
             if loop.time() > deadline:
                 raise DeadlinePassed(
                     f"not ready after {format_duration(self._settings.start_deadline_s)} (--start-deadline); "
-                    f"{len(self._replicas)} replicas registered, logs were in {self._log_dir}"
+                    f"{counted(len(self._replicas), 'replica')} registered, logs were in {self._log_dir}"
                 )
             await self._pause(0.2)
 
@@ -378,16 +378,19 @@ class _Cluster:
     async def _end(self, progress: Progress) -> None:
         if self._stop.is_set():
             running = sum(replica.get("running", 0) for replica in self._replicas)
-            progress.update(f"draining{f', {running} requests are running' if running else ''} (Ctrl-C again to hurry)")
-        deadline_s = self._params["drain_deadline"] + 5
+            progress.update(f"draining{f', {counted(running, "request")} running' if running else ''} (Ctrl-C again to hurry)")
         for role in ("router", "worker"):
-            await self._parts.stop(role, deadline_s, self._hurry)
+            await self._parts.stop(role, self._stop_s(), self._hurry)
         await self._parts.close()
         if self._valkey is not None:
             self._valkey.stop()
         progress.close()
         if self._stop.is_set():
             say("stopped, nothing is left behind")
+
+    def _stop_s(self) -> float:
+        """How long the parts of one role may take to end."""
+        return float(self._params["drain_deadline"]) + 5
 
     async def _look(self) -> bool:
         """Asks a router for the replicas; False when none answers."""
@@ -443,6 +446,7 @@ class _Cluster:
             "grpc": self._grpc,
             "fleet": self._params["fleet"],
             "tls_cert": self._tls_cert,
+            "stop_within_s": 2 * self._stop_s(),
             "worker": self._flags("worker"),  # what `compare` starts its own worker with
         }
         ready_file = self._settings.ready_file

@@ -152,13 +152,14 @@ class RedisSource:
         seconds, microseconds = await redis.time()
         found: list[HotSet] = []
         for router in await redis.zrange(key, 0, -1):
-            data = await redis.get(f"{key}:{router.decode()}")
+            name = router.decode(errors="replace")  # others may write what is no UTF-8
+            data = await redis.get(f"{key}:{name}")
             if data is None:
                 continue
             try:
                 found.append(decode_hot(data))
             except HotDecodeError as error:
-                logger.warning("prewarm: what router=%s wrote is unreadable error=%r", router.decode(), str(error))
+                logger.warning("prewarm: what router=%s wrote is unreadable error=%r", name, str(error))
         return found, seconds * 1000 + microseconds // 1000
 
     async def read(self, tokenizer: str) -> list[HotPrefix]:
@@ -170,7 +171,7 @@ class RedisSource:
         """Why the fleet cannot wait, by the leases of its replicas. Raises ``RedisError`` and ``OSError``."""
         leases = []
         for prefix, redis in self._clients.items():
-            names = [name.decode() for name in await redis.zrange(f"{prefix}replicas", 0, -1)]
+            names = [name.decode(errors="replace") for name in await redis.zrange(f"{prefix}replicas", 0, -1)]
             values = await redis.mget([f"{prefix}replica:{name}" for name in names]) if names else ()
             for data in values:
                 with contextlib.suppress(DecodeError):

@@ -58,6 +58,7 @@ class Faults:
     cut_after_tokens: int | None = None  # streams break off with UNAVAILABLE
     gate: asyncio.Event | None = None  # requests wait until it is set
     is_hung: bool = False  # requests neither end nor fail
+    is_hung_on_model: bool = False  # nor does the question for the model
     lost_batches: int = 0  # so many event batches never reach Redis
     corrupt_batches: int = 0  # so many arrive as rubbish
     is_silent: bool = False  # no lease is written
@@ -105,6 +106,7 @@ class SimulatedWorker(worker_pb2_grpc.WorkerServicer):
         self.state: int = common_pb2.READY
         self.requests: list[worker_pb2.WorkerGenerateRequest] = []
         self.deadlines_s: list[float | None] = []  # what each was given
+        self.num_asked_for_model = 0
         self.num_cancelled = 0
         self.num_answered = 0  # to their ends
         self.running = 0
@@ -166,6 +168,9 @@ class SimulatedWorker(worker_pb2_grpc.WorkerServicer):
         self, request: worker_pb2.GetModelRequest, context: grpc.aio.ServicerContext[Any, Any]
     ) -> worker_pb2.GetModelResponse:
         await self._authenticate(context)
+        self.num_asked_for_model += 1
+        if self.faults.is_hung_on_model:
+            await asyncio.Event().wait()
         return worker_pb2.GetModelResponse(
             served_model_name=self.spec.model_name,
             tokenizer_json=self.tokenizer.to_str(),

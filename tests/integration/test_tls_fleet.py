@@ -73,7 +73,7 @@ async def running(config: WorkerConfig) -> AsyncIterator[Worker]:
 
 @asynccontextmanager
 async def router_of(config: WorkerConfig, **more: Any) -> AsyncIterator[tuple[Router, httpx.AsyncClient]]:
-    timing = {"heartbeat_s": 0.1, "lease_s": 1.0, "drain_timeout_s": 5.0}
+    timing = {"heartbeat_s": 0.1, "lease_s": 1.0, "drain_deadline_s": 5.0}
     where = {"redis_url": config.redis_url, "fleet": config.fleet, "http_port": 0, "grpc_port": 0}
     router = Router(RouterConfig(**where, **timing, worker_token=TOKEN, **more))
     client = httpx.AsyncClient(base_url=(await router.start()).http, timeout=60)

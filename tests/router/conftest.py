@@ -65,7 +65,7 @@ class Cluster:
             "worker_token": TOKEN,
             "heartbeat_s": 0.1,
             "lease_s": 1.0,
-            "drain_timeout_s": 5.0,
+            "drain_deadline_s": 5.0,
         }
         router = Router(RouterConfig(**{**given, **settings}))
         self.endpoints.append(await router.start())

@@ -289,7 +289,7 @@ async def test_a_replica_that_others_keep_busy_is_full_by_its_lease_for_every_ro
 
 async def test_a_router_that_drains_serves_its_queue_or_answers_it(cluster: Cluster) -> None:
     workers = [await cluster.add_worker("w0")]
-    router = await cluster.add_router(replica_requests=1, drain_timeout_s=4.0)
+    router = await cluster.add_router(replica_requests=1, drain_deadline_s=4.0)
     gate = await close_gate(workers[0])
     crowd = Crowd(cluster)
     for number in range(4):
@@ -304,7 +304,7 @@ async def test_a_router_that_drains_serves_its_queue_or_answers_it(cluster: Clus
 
 async def test_who_still_waits_when_the_drain_is_over_is_told_to_go_elsewhere(cluster: Cluster) -> None:
     worker = await cluster.add_worker("w0")
-    router = await cluster.add_router(replica_requests=1, drain_timeout_s=2.0)
+    router = await cluster.add_router(replica_requests=1, drain_deadline_s=2.0)
     gate = await close_gate(worker)
     crowd = Crowd(cluster)
     for number in range(3):

@@ -288,6 +288,19 @@ async def test_a_taken_port_is_exit_code_2(cluster: Cluster) -> None:
         process.stdout.close()
 
 
+async def test_a_replica_that_leaves_while_it_is_asked_for_its_model_keeps_no_router_from_serving(
+    cluster: Cluster,
+) -> None:
+    worker = await cluster.add_worker("w0")
+    worker.faults.is_hung_on_model = True
+    router = await cluster.add_router(wait=False)
+    await until(lambda: worker.num_asked_for_model > 0)
+    worker.faults.is_silent = True
+    await until(lambda: not router.fleet.members)
+    await cluster.add_worker("w1")
+    await until(lambda: not router.fleet.why_not_ready())
+
+
 async def test_an_unauthenticated_worker_call_is_refused_by_the_worker(cluster: Cluster) -> None:
     worker = await cluster.add_worker("w0")
     async with grpc.aio.insecure_channel(worker.address) as channel:

@@ -58,7 +58,7 @@ def test_an_error_of_the_router_is_one_line_and_its_exit_code_says_whose_fault(c
     assert (broken.exit_code, "broke off: replica w0 is gone" in broken.err) == (1, True)
     router.break_after, router.cut_after = None, 1
     cut = cli(*arguments, "--max-tokens", "3", stdin="one two three")
-    assert (cut.exit_code, "closed the connection in mid-answer" in cut.err) == (1, True)
+    assert (cut.exit_code, "broke off: it was not complete" in cut.err) == (1, True)
 
 
 @pytest.mark.parametrize(
@@ -120,19 +120,19 @@ def test_status_shows_the_queue_while_there_is_one(cli: Cli, router: FakeRouter)
     assert "queue" not in cli("status", "--url", router.url).out
     router.queue |= {"requests": 3, "tokens": 4200, "oldest_s": 1.5, "tenants": 2, "tokens_per_s": 900.4}
     shown = " ".join(cli("status", "--url", router.url).out.split())
-    assert "3 requests of 2 tenants with 4,200 tokens wait, the oldest for 1.5 s, drained at 900 tok/s" in shown
+    assert "3 requests of 2 tenants with 4,200 tokens, the oldest for 1.5 s, drained at 900 tok/s" in shown
 
 
 def test_drain_waits_until_the_replica_is_gone(cli: Cli, router: FakeRouter) -> None:
     result = cli("drain", "w0", "--url", router.url)
     assert (result.exit_code, router.drained) == (0, ["w0"])
-    assert result.out == "w0: draining, 1 requests are running\nw0: drained\n"
+    assert result.out == "w0: draining, 1 request running\nw0: drained\n"
 
 
 def test_drain_that_takes_too_long_ends_with_3(cli: Cli, router: FakeRouter) -> None:
     router.drains = False
     result = cli("drain", "w1", "--url", router.url, "--deadline", "10ms")
-    assert (result.exit_code, "still has 1 requests" in result.err) == (3, True)
+    assert (result.exit_code, "still has 1 request, after" in result.err) == (3, True)
     assert cli("drain", "w1", "--url", router.url, "--no-wait").exit_code == 0
 
 
@@ -194,7 +194,7 @@ def test_the_cluster_that_compare_starts_takes_no_port_of_the_first_one(temp_roo
 
 
 def test_an_address_that_is_none_is_refused() -> None:
-    for url in ("ftp://x", "http://"):
+    for url in ("ftp://x", "http://", "http://h:99999", "h:abc", "http://[::1"):
         with pytest.raises(WrongUse, match="no HTTP address"):
             Client(url)
     assert Client("127.0.0.1:8000").url == "http://127.0.0.1:8000"

@@ -214,7 +214,7 @@ def test_a_second_signal_does_not_wait_for_what_runs(temp_root: Path, tmp_path: 
             replicas = Client(http)
             wait_for(lambda: sum(one["running"] for one in replicas.get("/v1/replicas")["replicas"]), "a request")
             up.process.send_signal(signal.SIGTERM)
-            wait_for(lambda: "draining, 1 requests are running" in up.err.read_text(), "the drain")
+            wait_for(lambda: "draining, 1 request running" in up.err.read_text(), "the drain")
             assert up.stop() == 0
             assert client.wait(timeout=GUARD_S) == 1
         up.assert_nothing_is_left()

@@ -62,8 +62,17 @@ async def flip_bytes(client: Any, key: str, rng: random.Random) -> None:
         await client.set(key, b"\xff\xff" + (data or b"")[2:], keepttl=True)
 
 
+async def add_member(client: Any, key: str, rng: random.Random) -> None:
+    """A name that is no UTF-8, where names stand."""
+    member = b"\xff" + rng.randbytes(3)
+    if await client.type(key) == b"set":
+        await client.sadd(key, member)
+    elif await client.type(key) == b"zset":
+        await client.zadd(key, {member: 1})
+
+
 DEEDS: list[Callable[[Any, str, random.Random], Awaitable[None]]] = [
-    *(clear, write_string, write_rubbish, write_list, write_hash, write_stream, flip_bytes),
+    *(clear, write_string, write_rubbish, write_list, write_hash, write_stream, flip_bytes, add_member),
 ]
 
 

@@ -116,7 +116,7 @@ def test_hot_lists_what_the_routers_wrote_added_up(cli: Cli, store: str, hot: No
         ["8.0", "64", "64"],
         ["4.0", "32", "32"],
     ]
-    assert "2 prefixes of 96 different tokens, written by 2 routers" in result.out
+    assert "hot prefixes: 2, different tokens: 96, written by 2 routers" in result.out
 
 
 def test_a_fleet_without_hot_prefixes_says_so(cli: Cli, store: str) -> None:

@@ -17,7 +17,7 @@ from cache.block_hash import HashScheme
 from router.policy import POLICIES
 from warmfront.console import stderr
 from warmfront.errors import WrongUse
-from warmfront.options import ENV_PREFIX, FILE, Duration
+from warmfront.options import FILE, Duration
 from warmfront.replay.capacity import costs_of
 from warmfront.replay.report import Bounds, as_line, as_object, capacity_table, plot, policy_table
 from warmfront.replay.settings import Settings
@@ -73,7 +73,7 @@ class Policies(click.ParamType[list[str]]):
         return names
 
 
-@click.command(context_settings={"auto_envvar_prefix": ENV_PREFIX.rstrip("_")})
+@click.command()
 @click.argument("trace", type=click.Path(exists=True, dir_okay=False, path_type=Path))
 @click.option("--policy", "policies", type=Policies(), default="warmfront", show_default=True, help="What to compare.")
 @click.option("--replicas", type=Numbers(), default="8", show_default=True, help="A list plans capacity.")
