@@ -26,12 +26,15 @@ from typing import Any, Literal, NamedTuple, TypeAlias, get_args
 
 import numpy as np
 
-from cache.block_hash import ROOT_KEY, BlockChain, BlockHash, ExtraKeys, HashScheme, TokenIds, num_token_ids
+from cache.block_hash import ROOT_KEY, BlockChain, BlockHash, HashScheme, TokenIds, num_token_ids
 from cache.block_pool import BlockIds, BlockPool
+from cache.contents import Contents
+from cache.device_tier import DeviceTier
 from cache.events import Cleared, Event, EventBatch, RemovalReason, Removed, Snapshot, Stored, Tier, chain_runs
 from cache.history import Eviction, EvictionHistory
 from cache.host_tier import HostTier, Keys, stretches
 from cache.retention import MAX_BREAKPOINTS, RetainedBlocks, Retention, RetentionBudget
+from cache.stats import CacheStats
 from cache.token_reuse import BlockFronts
 
 RequestId: TypeAlias = Hashable
@@ -73,38 +76,6 @@ class Admission:
     num_host_tokens: int = 0
 
 
-@dataclass(slots=True)
-class CacheStats:
-    """Counters since the start. Queries and hits are of first admissions that are not synthetic."""
-
-    num_query_tokens: int = 0
-    num_hit_tokens: int = 0
-    num_host_hit_tokens: int = 0
-    """Hit tokens that came back from the host tier."""
-    num_recomputed_tokens: int = 0
-    """Tokens to be computed again after a preemption."""
-    num_synthetic_tokens: int = 0
-    num_copied_tokens: int = 0
-    """Hit tokens that were copied out of a block of another prefix."""
-    num_lost_tokens: int = 0
-    """Tokens that stood in a block of another prefix and were not worth a copy, or had no room for one."""
-    num_demoted_blocks: int = 0
-    """Hashes that left the device for the host tier."""
-    num_evicted_blocks: int = 0
-    """Hashes that left the last tier they stood in."""
-    evicted_idle_s: float = 0.0
-    """Summed over evicted blocks: how long nobody had used them."""
-    num_collisions: int = 0
-    """Blocks whose hash was that of other tokens (possible under the xxhash forms only); never reused."""
-    num_requests: int = 0
-    num_misses: int = 0
-    """Requests that missed a full block they could have hit."""
-    num_misses_at_root: int = 0
-    """Of these, the ones that missed the very first block."""
-    num_misses_of_evicted: int = 0
-    """Of these, the ones whose first missing block had stood here and been evicted."""
-
-
 @dataclass(frozen=True, slots=True)
 class Explanation:
     """Why a prompt finds what it finds.
@@ -130,12 +101,6 @@ class _Running:
     retention: Sequence[Retention]
     tenant: str
     collided: bool = False
-
-
-class _Content(NamedTuple):
-    parent: BlockHash
-    tokens: bytes
-    extra: ExtraKeys | None
 
 
 class PrefixCache:
@@ -180,18 +145,10 @@ class PrefixCache:
         self.stats = CacheStats()
         self._pool = BlockPool(num_blocks)
         self._now = float("-inf")
-        # What each block holds: nothing unless _is_hashed.
-        self._is_hashed = np.zeros(num_blocks, dtype=np.bool_)
+        self._device = DeviceTier(num_blocks)
         self._was_hit = np.zeros(num_blocks, dtype=np.bool_)
-        self._hashes = np.empty(num_blocks, dtype=object)
-        self._keys = np.zeros(num_blocks, dtype=np.uint64)
-        self._parent_keys = np.zeros(num_blocks, dtype=np.uint64)
-        # A hash's oldest copy, and the younger ones of the few hashes that have any.
-        self._block_of: dict[BlockHash, int] = {}
-        self._more_copies: dict[BlockHash, list[int]] = {}
-        self._contents: dict[BlockHash, _Content] | None = {} if scheme.verifies_tokens else None
-        self._fronts = BlockFronts() if self.token_reuse_min is not None else None
-        self._partials: set[int] = set()
+        self._contents = Contents() if scheme.verifies_tokens else None
+        self._fronts = BlockFronts(self.token_reuse_min) if self.token_reuse_min is not None else None
         self._retained = RetainedBlocks(retention or RetentionBudget(num_blocks // 2, num_blocks // 4))
         self._history = EvictionHistory(history_size)
         self._host = HostTier(num_host_blocks) if num_host_blocks and enabled else None
@@ -217,7 +174,7 @@ class PrefixCache:
     @property
     def num_cached_blocks(self) -> int:
         """Different block hashes on the device: what the router's index holds of this replica there."""
-        return len(self._block_of)
+        return len(self._device)
 
     @property
     def num_host_blocks(self) -> int:
@@ -231,7 +188,7 @@ class PrefixCache:
 
     @property
     def num_retained_blocks(self) -> int:
-        """Of these, the ones that requests asked to keep and whose time is not over."""
+        """Of the cached ones, those that requests asked to keep and whose time is not over."""
         return len(self._retained)
 
     @property
@@ -279,7 +236,7 @@ class PrefixCache:
             since_s = self._host.next_lost_idle_since_s()
             return 0.0 if since_s is None else max(0.0, now - since_s)
         following = self._pool.peek()
-        if following is None or not self._is_hashed[following[0]]:
+        if following is None or not self._device.holds_hash[following[0]]:
             return 0.0
         return max(0.0, now - following[1])
 
@@ -309,14 +266,13 @@ class PrefixCache:
         size = self.scheme.block_size
         num_hit = self._num_hit_blocks(chain) if reuse else 0
         num_on_device = num_hit if self._host is None else self._num_on_device(chain, num_hit)
-        hits = self._blocks_of(chain.hashes[:num_on_device])
+        hits = self._device.blocks_of(chain.hashes[:num_on_device])
         num_new = -(-len(chain) // size) - num_on_device
         num_left = self._pool.num_idle - int(np.count_nonzero(self._pool.references[hits] == 0)) - num_new
         if num_left < 0:
             return None
         self._pass_time(now)
-        looks_inside = reuse and self._fronts is not None
-        source, num_copied = self._front_to_copy(chain, num_hit, num_left) if looks_inside else (0, 0)
+        source, num_copied = self._front_to_copy(chain, num_hit, num_left) if reuse else (0, 0)
         num_from_host = (num_hit - num_on_device) * size
         is_first = self._count(request_id, chain, num_hit * size + num_copied, num_copied, num_from_host, synthetic)
         if is_first and reuse and num_hit < _max_hit_blocks(chain):
@@ -373,7 +329,7 @@ class PrefixCache:
         """
         num_hit = self._num_hit_blocks(chain)
         num_on_device = num_hit if self._host is None else self._num_on_device(chain, num_hit)
-        hits = self._blocks_of(chain.hashes[:num_on_device])
+        hits = self._device.blocks_of(chain.hashes[:num_on_device])
         self._pass_time(now)
         if self._host is not None:
             self._host.renew(chain.hashes[num_on_device:num_hit], self._now)
@@ -395,7 +351,9 @@ class PrefixCache:
         if not self.enabled or end <= start or running.collided:
             return
         if self._contents is not None:
-            end = self._verify(running, start, end)
+            wanted, end = end, self._contents.claim(running.chain, start, end)
+            running.collided = end < wanted  # its caching ends there
+            self.stats.num_collisions += running.collided
         self._publish(running, start, end)
         if self._host is not None:
             self._host.double(running.chain.hashes[start:end], self._now)
@@ -424,11 +382,11 @@ class PrefixCache:
             self._preempted[request_id] = None
         self._pass_time(now)
         idle = self._pool.drop(np.frombuffer(array("i", running.block_ids), dtype=np.int32)[::-1])
-        is_kept = self._is_hashed[idle]
-        if self._fronts is not None and not recompute:
-            partial = self._keep_partial(running)
-            if partial is not None:
-                is_kept |= idle == partial
+        is_kept = self._device.holds_hash[idle]
+        if self._fronts is not None and not recompute and not running.collided:
+            depth = running.num_committed
+            if self._fronts.add_partial(running.chain, depth, running.num_computed, running.block_ids):
+                is_kept |= idle == running.block_ids[depth]
         if is_kept.all():
             self._queue_kept(idle)
         else:
@@ -441,12 +399,8 @@ class PrefixCache:
             return False
         if not self.enabled:
             return True
-        self._is_hashed[:] = False
+        self._device.clear()
         self._was_hit[:] = False
-        self._hashes[:] = None
-        self._block_of.clear()
-        self._more_copies.clear()
-        self._partials.clear()
         if self._contents is not None:
             self._contents.clear()
         if self._fronts is not None:
@@ -483,11 +437,7 @@ class PrefixCache:
 
         Those on the device come first: what stands in the host tier follows a block of either.
         """
-        is_first = self._is_hashed.copy()
-        for others in self._more_copies.values():
-            is_first[others] = False
-        blocks = np.flatnonzero(is_first)
-        runs = chain_runs(self._keys[blocks], self._parent_keys[blocks])
+        runs = chain_runs(*self._device.contents())
         if self._host is not None:
             runs += chain_runs(*self._host.contents(), tier=Tier.HOST)
         return Snapshot(self.replica, self.generation, self.last_seq, tuple(runs))
@@ -506,7 +456,7 @@ class PrefixCache:
 
     def cached_block_hashes(self) -> dict[int, BlockHash]:
         """Block id to hash, for every block of the device that carries one. Linear."""
-        return {block: self._hashes[block] for block in np.flatnonzero(self._is_hashed).tolist()}
+        return self._device.cached_block_hashes()
 
     def check_invariants(self) -> None:
         """Raises ``AssertionError`` when anything here contradicts anything else. Linear; for tests."""
@@ -517,27 +467,15 @@ class PrefixCache:
             assert len(running.block_ids) == -(-len(running.chain) // self.scheme.block_size)
             counted[running.block_ids] += 1
         assert (counted == self._pool.references).all()
-        copies: dict[BlockHash, list[int]] = {}
-        for block, block_hash in self.cached_block_hashes().items():
-            copies.setdefault(block_hash, []).append(block)
-        known = {name: [block, *self._more_copies.get(name, ())] for name, block in self._block_of.items()}
-        assert {name: sorted(blocks) for name, blocks in known.items()} == copies
-        assert all(self._more_copies.values())
-        assert self._more_copies.keys() <= self._block_of.keys()
-        resident = {ROOT_KEY, *(int(self._keys[block]) for block in self._block_of.values())}
-        for block in self._block_of.values():
-            assert int(self._parent_keys[block]) in resident, "a cached block outlived its parent"
-        assert (self._is_hashed == (self._hashes != None)).all()  # noqa: E711 (elementwise)
+        resident = self._device.check_invariants()
         if self._contents is not None:
-            assert self._contents.keys() == self._block_of.keys() | set(self.host_block_hashes().values())
+            assert self._contents.names() == self._device.names() | set(self.host_block_hashes().values())
         if self._host is not None:
-            self._host.check_invariants(self._block_of.keys(), resident)
+            self._host.check_invariants(self._device.names(), resident)
         if self._fronts is not None:
-            hashed = set(np.flatnonzero(self._is_hashed).tolist())
-            assert self._partials <= self._fronts.blocks() <= hashed | self._partials
-        assert all(not self._is_hashed[block] for block in self._partials)
+            self._fronts.check_invariants(self._device.holds_hash)
         self._retained.check_invariants()
-        assert self._retained.names() <= self._block_of.keys()
+        assert self._retained.names() <= self._device.names()
         assert self._computing.keys() <= self._running.keys()
 
     # Inside: looking
@@ -548,16 +486,13 @@ class PrefixCache:
             return 0
         limit = _max_hit_blocks(chain)
         if self._contents is not None:
-            for depth in range(limit):
-                if not self._is_same(chain, depth):
-                    return depth
-            return limit
-        low = _front_end(self._block_of, chain.hashes, 0, limit)
+            return self._contents.num_same(chain, limit)
+        low = _front_end(self._device, chain.hashes, 0, limit)
         return low if self._host is None else _front_end(self._host, chain.hashes, low, limit)
 
     def _num_on_device(self, chain: BlockChain, limit: int) -> int:
         """Of its first ``limit`` blocks, the leading ones on the device."""
-        return _front_end(self._block_of, chain.hashes, 0, limit)
+        return _front_end(self._device, chain.hashes, 0, limit)
 
     def _num_coming_blocks(self, chain: BlockChain) -> int:
         """Leading blocks that can be found or are being computed."""
@@ -578,37 +513,17 @@ class PrefixCache:
                 best = low
         return best
 
-    def _is_same(self, chain: BlockChain, depth: int) -> bool:
-        """Whether the cached block of this hash holds the very tokens, after a block already found to be the same."""
-        assert self._contents is not None
-        content = self._contents.get(chain.hashes[depth])
-        return content is not None and content == self._content(chain, depth)
-
-    def _content(self, chain: BlockChain, depth: int) -> _Content:
-        size = self.scheme.block_size
-        parent = chain.hashes[depth - 1] if depth else self.scheme.root
-        return _Content(parent, chain.token_ids[depth * size : (depth + 1) * size].tobytes(), chain.extra_of(depth))
-
-    def _blocks_of(self, hashes: Sequence[BlockHash]) -> BlockIds:
-        if not hashes:
-            return _NO_BLOCKS
-        return np.fromiter(map(self._block_of.__getitem__, hashes), dtype=np.int32, count=len(hashes))
-
     def _front_to_copy(self, chain: BlockChain, num_hit: int, num_left: int) -> tuple[int, int]:
         """The block whose leading tokens go on where the hits end, and how many are worth a copy (0: none)."""
-        assert self._fronts is not None and self.token_reuse_min is not None
-        size = self.scheme.block_size
-        parent = chain.hashes[num_hit - 1] if num_hit else self.scheme.root
-        wanted = chain.token_ids[num_hit * size : min((num_hit + 1) * size, len(chain) - 1)]
-        best = self._fronts.longest(parent, wanted, chain.extra_of(num_hit))
+        best = self._fronts.longest(chain, num_hit) if self._fronts is not None else None
         if best is None:
             return 0, 0
-        source, num_common = best
+        source, num_common, is_worth_a_copy = best
         has_room = num_left > 0 or self._pool.references[source] > 0
-        if num_common < self.token_reuse_min or not has_room:
-            self.stats.num_lost_tokens += num_common
-            return 0, 0
-        return source, num_common
+        if is_worth_a_copy and has_room:
+            return source, num_common
+        self.stats.num_lost_tokens += num_common
+        return 0, 0
 
     def _check_admissible(self, request_id: RequestId, chain: BlockChain, retention: Sequence[Retention]) -> None:
         if request_id in self._running:
@@ -627,11 +542,7 @@ class PrefixCache:
         self._now = max(self._now, now)
         if not len(self._retained):
             return
-        copies = [
-            block
-            for name in self._retained.expire(self._now)
-            for block in (self._block_of[name], *self._more_copies.get(name, ()))
-        ]
+        copies = [block for name in self._retained.expire(self._now) for block in self._device.copies_of(name)]
         if not copies:
             return
         blocks = np.array(copies, dtype=np.int32)
@@ -645,7 +556,7 @@ class PrefixCache:
         if not idle.size:
             return
         if len(self._retained):
-            names = self._hashes[idle].tolist()
+            names = self._device.names_of(idle)
             priorities = [None if name is None else self._retained.priority_of(name) for name in names]
             classes = np.array([-1 if p is None else _RETAINED + p for p in priorities], dtype=np.int16)
             ordinary = classes < 0
@@ -669,7 +580,11 @@ class PrefixCache:
         leaving: list[_Leaving] = []
         for blocks, idle_since_s in self._pool.take(count):
             self._was_hit[blocks] = False
-            gone, names = self._unname(blocks)
+            if self._fronts is not None:
+                self._fronts.discard(blocks)
+            gone, names = self._device.take_out(blocks)
+            if len(self._retained):
+                _exhaust(map(self._retained.forget, names))
             if names:
                 leaving.append((gone, names, idle_since_s))
             taken += blocks.tolist()
@@ -679,47 +594,25 @@ class PrefixCache:
         if self._host is not None:
             leaving, demoted = self._demote(self._host, leaving, culprit)
         for gone, names, idle_since_s in leaving:
-            lost += self._lose(names, self._keys[gone], idle_since_s, culprit)
+            lost += self._lose(names, self._device.keys[gone], idle_since_s, culprit)
         if lost:
             self._events.append(Removed(lost, RemovalReason.EVICTED))
         if demoted:
             self._events.append(Removed(demoted, RemovalReason.DEMOTED))
         return taken
 
-    def _unname(self, blocks: BlockIds) -> tuple[BlockIds, list[BlockHash]]:
-        """These blocks hold nothing any more: those that held the last copy of a hash on the device, and the hashes."""
-        if self._fronts is not None:
-            for block in blocks.tolist():
-                self._fronts.discard(block)
-                self._partials.discard(block)
-        held = blocks[self._is_hashed[blocks]]
-        if not held.size:
-            return _NO_BLOCKS, []
-        names: list[BlockHash] = self._hashes[held].tolist()
-        self._hashes[held] = None
-        self._is_hashed[held] = False
-        if self._more_copies:
-            is_last = [self._remove_copy(name, block) for name, block in zip(names, held.tolist(), strict=True)]
-            held = held[is_last]
-            names = [name for name, last in zip(names, is_last, strict=True) if last]
-        else:
-            _exhaust(map(self._block_of.__delitem__, names))
-        if len(self._retained):
-            _exhaust(map(self._retained.forget, names))
-        return held, names
-
     def _demote(self, host: HostTier, leaving: list[_Leaving], culprit: RequestId) -> tuple[list[_Leaving], array[int]]:
         """What leaves the device goes to the host tier: the first of it that find no place there; the others' keys."""
         gone = np.concatenate([blocks for blocks, _, _ in leaving])
         names = [name for _, some, _ in leaving for name in some]
         idle_since_s = np.repeat([since_s for *_, since_s in leaving], [len(some) for _, some, _ in leaving])
-        keys, parent_keys = self._keys[gone], self._parent_keys[gone]
+        keys, parent_keys = self._device.keys[gone], self._device.parent_keys_of(gone)
         demotion = host.take_in(names, keys, parent_keys, idle_since_s)
         num_refused = demotion.num_refused
         refused = set(names[:num_refused])
         for out in demotion.lost:
             self._events.append(Removed(array("Q", out.keys.tobytes()), RemovalReason.EVICTED, Tier.HOST))
-            is_lost = [name not in self._block_of and name not in refused for name in out.names]
+            is_lost = [name not in self._device and name not in refused for name in out.names]
             lost = [name for name, last in zip(out.names, is_lost, strict=True) if last]
             self._lose(lost, out.keys[is_lost], out.idle_since_s, culprit)
         fresh = demotion.positions
@@ -737,66 +630,30 @@ class PrefixCache:
     def _lose(self, names: list[BlockHash], keys: Keys, idle_since_s: float, culprit: RequestId) -> array[int]:
         """These hashes stand in no tier any more; returns their keys."""
         if self._contents is not None:
-            _exhaust(map(self._contents.__delitem__, names))
+            self._contents.forget(names)
         idle_s = max(0.0, self._now - idle_since_s)
         self._history.add(keys, self._now, idle_s, RemovalReason.EVICTED, culprit)
         self.stats.num_evicted_blocks += keys.size
         self.stats.evicted_idle_s += keys.size * idle_s
         return array("Q", keys.tobytes())
 
-    def _remove_copy(self, name: BlockHash, block: int) -> bool:
-        """One copy of a hash goes; whether it was the last."""
-        others = self._more_copies.get(name)
-        if others is None:
-            del self._block_of[name]
-            return True
-        if self._block_of[name] == block:
-            self._block_of[name] = others.pop(0)
-        else:
-            others.remove(block)
-        if not others:
-            del self._more_copies[name]
-        return False
-
-    def _verify(self, running: _Running, start: int, end: int) -> int:
-        """Up to which block the hashes of a request stand for its own tokens; a collision ends its caching."""
-        assert self._contents is not None
-        for depth in range(start, end):
-            name = running.chain.hashes[depth]
-            content = self._content(running.chain, depth)
-            if self._contents.setdefault(name, content) != content:
-                running.collided = True
-                self.stats.num_collisions += 1
-                return depth
-        return end
-
     def _publish(self, running: _Running, start: int, end: int) -> None:
         """Blocks ``start`` to ``end`` of a table can be found from here on."""
         if start == end:
             return
-        names = running.chain.hashes[start:end]
-        blocks = running.block_ids[start:end]
-        oldest = list(map(self._block_of.setdefault, names, blocks))
-        ids = np.frombuffer(array("i", blocks), dtype=np.int32)
-        # numpy would turn a list of bytes into a fixed-width string type, so the objects are put in one by one.
-        objects = np.empty(end - start, dtype=object)
-        objects[:] = names
-        self._hashes[ids] = objects
-        self._is_hashed[ids] = True
-        keys = running.chain.keys
-        packed = np.array(keys[max(0, start - 1) : end], dtype=np.uint64)
-        self._keys[ids] = packed[-len(names) :]
-        self._parent_keys[ids[1:]] = packed[-len(names) : -1]
-        self._parent_keys[ids[0]] = parent = keys[start - 1] if start else ROOT_KEY
+        chain, blocks = running.chain, running.block_ids[start:end]
+        keys = chain.keys[start:end]
+        parent = chain.keys[start - 1] if start else ROOT_KEY
+        is_first = self._device.put(chain.hashes[start:end], blocks, keys, parent)
         if self._fronts is not None:
-            self._add_fronts(running, start, [block == first for block, first in zip(blocks, oldest, strict=True)])
-        if oldest == blocks:
-            self._events.append(Stored(parent, keys[start:end]))
+            for depth in itertools.compress(range(start, end), is_first):
+                self._fronts.add(chain, depth, running.block_ids[depth])
+        if all(is_first):
+            self._events.append(Stored(parent, keys))
             return
         run: Stored | None = None
-        for name, block, first, key in zip(names, blocks, oldest, keys[start:end], strict=True):
-            if first != block:
-                self._more_copies.setdefault(name, []).append(block)
+        for key, first in zip(keys, is_first, strict=True):
+            if not first:
                 run = None
             elif run is None:
                 run = Stored(parent, array("Q", [key]))
@@ -804,34 +661,6 @@ class PrefixCache:
             else:
                 run.keys.append(key)
             parent = key
-
-    # Inside: reuse within a block
-
-    def _add_fronts(self, running: _Running, start: int, is_first: Sequence[bool]) -> None:
-        assert self._fronts is not None
-        chain, size = running.chain, self.scheme.block_size
-        for depth, first in enumerate(is_first, start):
-            if first:
-                parent = chain.hashes[depth - 1] if depth else self.scheme.root
-                tokens = chain.token_ids[depth * size : (depth + 1) * size]
-                self._fronts.add(running.block_ids[depth], parent, tokens, chain.extra_of(depth))
-
-    def _keep_partial(self, running: _Running) -> int | None:
-        """The block with the last tokens of a request that ends, if its front is worth finding."""
-        assert self._fronts is not None and self.token_reuse_min is not None
-        chain, size, depth = running.chain, self.scheme.block_size, running.num_committed
-        tokens = chain.token_ids[depth * size : min(running.num_computed, (depth + 1) * size)]
-        if running.collided or not self.token_reuse_min <= len(tokens) < size:
-            return None
-        parent = chain.hashes[depth - 1] if depth else self.scheme.root
-        extra = chain.extra_of(depth)
-        known = self._fronts.longest(parent, tokens, extra)
-        if known is not None and known[1] == len(tokens):
-            return None
-        block = running.block_ids[depth]
-        self._fronts.add(block, parent, tokens, extra)
-        self._partials.add(block)
-        return block
 
     def _count(
         self,

@@ -378,7 +378,8 @@ class _Cluster:
     async def _end(self, progress: Progress) -> None:
         if self._stop.is_set():
             running = sum(replica.get("running", 0) for replica in self._replicas)
-            progress.update(f"draining{f', {counted(running, "request")} running' if running else ''} (Ctrl-C again to hurry)")
+            still = f", {counted(running, 'request')} running" if running else ""
+            progress.update(f"draining{still} (Ctrl-C again to hurry)")
         for role in ("router", "worker"):
             await self._parts.stop(role, self._stop_s(), self._hurry)
         await self._parts.close()

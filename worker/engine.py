@@ -31,8 +31,9 @@ from cache.block_hash import extra_keys
 from cache.events import EventBatch
 from cache.events import Snapshot as CacheSnapshot
 from cache.history import Eviction
-from cache.prefix_cache import BlockCopies, CacheStats, Explanation, PrefixCache
+from cache.prefix_cache import BlockCopies, Explanation, PrefixCache
 from cache.retention import Retention
+from cache.stats import CacheStats
 from worker.adapters import AdapterConflictError
 from worker.batch import SamplingParams, SequenceSlice, SliceResult, StepBatch, TokenLogprobs
 from worker.detokenizer import Detokenizer, TokenTable

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import uuid
-from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import grpc
@@ -94,14 +94,13 @@ def ask_grpc(one: LocalCluster, messages: list[dict[str, str]], salt: str, max_t
     return Turn(text, token_ids, usage.cached_tokens, usage.prompt_tokens, metadata)
 
 
-@pytest.mark.parametrize("ask", [ask_http, ask_grpc])
-def test_ten_conversations_of_four_turns_stay_warm_and_are_predicted_exactly(
-    two_replicas: LocalCluster, tokenizer: Tokenizer, ask: Any
+@pytest.mark.parametrize(("ask", "topics"), [(ask_http, TOPICS), (ask_grpc, TOPICS[:3])], ids=["http", "grpc"])
+def test_conversations_of_four_turns_stay_warm_and_are_predicted_exactly(
+    two_replicas: LocalCluster, tokenizer: Tokenizer, ask: Any, topics: list[str]
 ) -> None:
     salt = uuid.uuid4().hex  # nothing that another test left may be hit
     seen: list[list[int]] = []
-    homes: Counter[str] = Counter()
-    for topic in TOPICS:
+    for topic in topics:
         messages = [{"role": "system", "content": SYSTEM}]
         home, previous = "", list[int]()
         for number, question in enumerate(QUESTIONS):
@@ -119,8 +118,6 @@ def test_ten_conversations_of_four_turns_stay_warm_and_are_predicted_exactly(
             previous = prompt + turn.token_ids[:-1]
             seen.append(previous)
             messages.append({"role": "assistant", "content": turn.text})
-        homes[home] += 1
-    assert sum(homes.values()) == len(TOPICS)
 
 
 def test_another_salt_shares_nothing_and_the_same_salt_everything(
@@ -188,7 +185,9 @@ def test_equal_seeds_draw_equal_texts_on_any_replica(two_replicas: LocalCluster)
         answer = httpx.post(f"{two_replicas.http}/v1/completions", json=body, timeout=240).raise_for_status()
         return answer.json()["choices"][0]["text"], answer.headers["x-warmfront-replica"]
 
-    drawn = [draw(7, f"salt-{number}") for number in range(6)]
+    with ThreadPoolExecutor(6) as pool:
+        drawn = list(pool.map(lambda number: draw(7, f"salt-{number}"), range(6)))
+    assert len({replica for _, replica in drawn}) == 2
     assert len({text for text, _ in drawn}) == 1
     assert draw(8, "salt-0")[0] != drawn[0][0]
 

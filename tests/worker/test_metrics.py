@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from cache.events import EventBatch, RemovalReason, Removed
-from cache.prefix_cache import CacheStats
+from cache.stats import CacheStats
 from worker.engine import Admitted, EngineSnapshot, StepReport
 from worker.metrics import SETTLING_S, HitWindow, WorkerMetrics
 
