@@ -101,16 +101,18 @@ class Limits(_message.Message):
     def __init__(self, max_model_len: _Optional[int] = ..., max_num_seqs: _Optional[int] = ..., max_num_batched_tokens: _Optional[int] = ..., max_queue: _Optional[int] = ...) -> None: ...
 
 class Load(_message.Message):
-    __slots__ = ("waiting", "running", "waiting_tokens", "prefill_tokens_per_s")
+    __slots__ = ("waiting", "running", "waiting_tokens", "prefill_tokens_per_s", "hung_s")
     WAITING_FIELD_NUMBER: _ClassVar[int]
     RUNNING_FIELD_NUMBER: _ClassVar[int]
     WAITING_TOKENS_FIELD_NUMBER: _ClassVar[int]
     PREFILL_TOKENS_PER_S_FIELD_NUMBER: _ClassVar[int]
+    HUNG_S_FIELD_NUMBER: _ClassVar[int]
     waiting: int
     running: int
     waiting_tokens: int
     prefill_tokens_per_s: float
-    def __init__(self, waiting: _Optional[int] = ..., running: _Optional[int] = ..., waiting_tokens: _Optional[int] = ..., prefill_tokens_per_s: _Optional[float] = ...) -> None: ...
+    hung_s: float
+    def __init__(self, waiting: _Optional[int] = ..., running: _Optional[int] = ..., waiting_tokens: _Optional[int] = ..., prefill_tokens_per_s: _Optional[float] = ..., hung_s: _Optional[float] = ...) -> None: ...
 
 class CacheState(_message.Message):
     __slots__ = ("prefix_caching", "last_seq", "kv_blocks", "kv_blocks_used", "kv_blocks_cached", "resident_hashes", "kv_bytes_per_token", "lru_age_s", "hit_rate_1m", "hit_rate_1h", "hit_rate", "token_reuse", "hit_rate_verdict", "host_kv_blocks", "host_kv_blocks_cached", "host_tokens_per_s")
