@@ -13,7 +13,7 @@ from warmfront.console import Progress
 from warmfront.desired import parse
 from warmfront.errors import DeadlinePassed, Failure, WrongUse
 from warmfront.options import Duration, flags_of, format_duration
-from warmfront.up import find_model
+from warmfront.preflight import find_model
 from warmfront.wishes import Wishes, cluster_options, find, key_of, wait
 
 _REPORT_MARGIN_S = 120.0  # for the controller to take up the file, and to roll back

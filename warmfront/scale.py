@@ -9,7 +9,7 @@ import click
 from warmfront.console import Progress, counted
 from warmfront.errors import DeadlinePassed, Failure, WrongUse
 from warmfront.options import MAX_REPLICAS, Duration, format_duration
-from warmfront.up import gpus_of
+from warmfront.preflight import gpus_of
 from warmfront.wishes import Wishes, cluster_options, find, key_of, wait
 
 
