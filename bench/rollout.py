@@ -8,6 +8,7 @@ a while of steady load each worker is replaced: a new one starts, and when it is
 
 Prints a JSON line per run and one that compares them. ``hit_ratio``: hit rate of a 10 s window during the rollout (or
 in the first minute after it) / that of the steady load; ``ttft_p95_ratio``: the same of the 95th percentile of TTFT.
+Ends with 1 when the run with pre-warm misses a goal (hits at least 0.9, TTFT at most 1.3), or any request its answer.
 """
 
 from __future__ import annotations
@@ -45,6 +46,7 @@ VOCABULARY = (1000, 32000)
 MAX_TURNS = 6
 MEAN_THINK_S = 2.0
 ZIPF = 0.8
+LEAST_HIT_RATIO, MOST_TTFT_RATIO = 0.9, 1.3  # of the run with pre-warm
 
 
 @dataclass(frozen=True, slots=True)
@@ -271,6 +273,16 @@ def report(run: Run, options: argparse.Namespace, prewarm: bool) -> dict[str, An
     }
 
 
+def missed_goals(figures: dict[str, Any]) -> list[str]:
+    """What a run's report falls short of. Without pre-warm only that nobody goes without an answer."""
+    goals = [(key, figures[key], figures[key] == 0) for key in ("failed_requests", "cut_streams")]
+    if figures["prewarm"]:
+        hits, ttft = figures["hit_ratio_worst_window"], figures["ttft_p95_ratio"]
+        goals.append(("hit_ratio_worst_window", hits, hits >= LEAST_HIT_RATIO))
+        goals.append(("ttft_p95_ratio", ttft, ttft <= MOST_TTFT_RATIO))
+    return [f"{name} {value}" for name, value, is_met in goals if not is_met]
+
+
 def _computed_per_request(served: Sequence[Served]) -> float:
     return sum(one.prompt_tokens - one.cached_tokens for one in served) / max(1, len(served))
 
@@ -329,6 +341,9 @@ def main() -> None:
         print(json.dumps({"bench": "rollout", "compared": {key: [warm[key], cold[key]] for key in keys}}))
     if options.svg is not None:
         options.svg.write_text(svg(runs, options), encoding="utf-8")
+    missed = [goal for _, figures in runs.values() for goal in missed_goals(figures)]
+    if missed:
+        sys.exit(f"missed: {', '.join(missed)}")
 
 
 if __name__ == "__main__":

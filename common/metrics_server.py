@@ -19,20 +19,26 @@ from prometheus_client import CollectorRegistry, make_wsgi_app
 class MetricsServer:
     """Answers ``/metrics``, ``/healthz`` and ``/readyz`` from a thread. Raises ``OSError`` when the port is taken.
 
-    ``why_not_ready`` is asked in that thread; empty means ready. ``port`` 0 takes any free one.
+    ``why_not_ready`` and ``why_dead`` are asked in that thread; empty means well. ``port`` 0 takes any free one.
     """
 
     def __init__(
-        self, registry: CollectorRegistry, why_not_ready: Callable[[], str], *, address: str, port: int
+        self,
+        registry: CollectorRegistry,
+        why_not_ready: Callable[[], str],
+        why_dead: Callable[[], str],
+        *,
+        address: str,
+        port: int,
     ) -> None:
         metrics: Any = make_wsgi_app(registry)
 
         def answer(environ: dict[str, Any], start_response: Any) -> Any:
             match environ["PATH_INFO"]:
                 case "/healthz":
-                    reason = ""
+                    reason = why_dead()
                 case "/readyz":
-                    reason = why_not_ready()
+                    reason = why_dead() or why_not_ready()
                 case _:
                     return metrics(environ, start_response)
             status = "503 Service Unavailable" if reason else "200 OK"

@@ -50,6 +50,7 @@ class RouterActor:
         assert self._endpoints is not None
         assert self._router is not None
         fleet, not_ready = self._router.fleet, self._router.fleet.why_not_ready()
+        hangs = self._router.beat.why_dead()  # Ray asks in a thread of its own, which goes on when the servers do not
         return {
             "http": self._endpoints.http,
             "grpc": self._endpoints.grpc,
@@ -58,13 +59,14 @@ class RouterActor:
             "node": ray.get_runtime_context().get_node_id(),
             "not_ready": not_ready,
             # Without a worker no router can be ready, and none is better than another.
-            "state": "READY" if not (not_ready and fleet.ready) else "STARTING",
+            "state": "READY" if not hangs and not (not_ready and fleet.ready) else "STARTING",
+            "error": hangs,
         }
 
     def drain(self) -> None:
         """Stop taking requests, let the running ones end, and end the actor for good."""
         self._loop.call_soon_threadsafe(self._stop.set)
-        self._thread.join(self._config.drain_deadline_s + _STOP_MARGIN_S)
+        self._thread.join(self._config.drain_notice_s + self._config.drain_deadline_s + _STOP_MARGIN_S)
         exit_actor()
 
     def _run(self) -> None:

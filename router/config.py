@@ -71,7 +71,10 @@ class RouterConfig:
     body_timeout_s: float = 60.0  # for a request to arrive whole
     stall_timeout_s: float = 60.0  # a client that takes nothing of its answer for this long is cut off
     continue_streams: bool = True  # move a stream whose worker died to another replica
-    drain_deadline_s: float = 30.0  # streams still running this long after SIGTERM are cut
+    min_ready_replicas: int = 1  # of a fleet that nobody has used yet; until then this router is not ready
+    drain_notice_s: float = 0.5  # between "not ready" and the closed ports: load balancers look away first
+    drain_deadline_s: float = 30.0  # streams still running this long after that are cut
+    alive_file: Path | None = None  # touched while the event loop turns
     log_json: bool = False
     log_level: str = "INFO"
 
@@ -109,7 +112,10 @@ class RouterConfig:
                 f"--lease {self.lease_s:g}s is under two heartbeats of {self.heartbeat_s:g}s: "
                 "one late heartbeat would end a lease; make it longer"
             )
+        if self.drain_notice_s < 0:
+            raise ConfigError(f"--drain-notice {self.drain_notice_s:g}s: below 0")
         for flag, count, lowest in (
+            ("--min-ready-replicas", self.min_ready_replicas, 1),
             ("--max-inflight-requests", self.max_inflight_requests, 1),
             ("--max-inflight-tokens", self.max_inflight_tokens, 1),
             ("--queue-requests", self.queue_requests, 0),

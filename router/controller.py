@@ -42,16 +42,8 @@ log = logging.getLogger(__name__)
 STATUS_FILE, MEMORY_FILE = "status.json", "memory.json"
 _LONGEST_BACKOFF_S = 30.0
 _DRAIN_MARGIN_S = 15.0
-_UNKNOWN_DRAIN_S = 30.0  # of a part whose settings nobody knows any more
+_UNKNOWN_START_S, _UNKNOWN_DRAIN_S = 600.0, 30.0  # of a part whose settings nobody knows any more
 _PREFIXES = {"router": "router-", "worker": "w"}
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class WatchTiming:
-    """How closely parts are watched."""
-
-    period_s: float = 1.0
-    start_timeout_s: float = 600.0  # until the first good answer of a boot
 
 
 @dataclass(slots=True)
@@ -63,6 +55,16 @@ class _Record:
     exit_code: int = 0
     is_new: bool = True  # it has never been READY
     drain_until_s: float | None = None  # we have asked it to drain, and wait until then
+    is_replaced: bool = False  # somebody else has, and a part was asked for in its place
+
+    @property
+    def told_state(self) -> str:
+        return DRAINING if self.drain_until_s is not None else self.state
+
+    @property
+    def is_drained_by_others(self) -> bool:
+        """Where it drains or was drained: by nobody who wants another in its place."""
+        return self.drain_until_s is None and not self.is_replaced
 
 
 class Controller:
@@ -73,12 +75,12 @@ class Controller:
         read_desired: Callable[[], Desired],
         make_launcher: Callable[[Desired], Launcher],
         state_dir: Path,
-        timing: WatchTiming | None = None,
+        period_s: float = 1.0,
     ) -> None:
         self._read_desired = read_desired
         self._make_launcher = make_launcher
         self._state_dir = state_dir
-        self._timing = timing or WatchTiming()
+        self._period_s = period_s
         self._desired: Desired | None = None
         self._desired_error = ""
         self._launcher: Launcher | None = None
@@ -91,6 +93,7 @@ class Controller:
         self._retries: dict[str, tuple[float, float]] = {}  # of parts that cannot be made: when next, and the wait
         self._status = ""
         self._remembered: dict[str, Any] = {}
+        self._to_drain: set[str] = set()  # by an earlier controller's word
         self._recall()
         self._is_stopped = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="controller", daemon=True)
@@ -115,7 +118,7 @@ class Controller:
                 if repr(error) != told:
                     log.exception("looking at the parts failed")
                 told = repr(error)
-            self._is_stopped.wait(self._timing.period_s)
+            self._is_stopped.wait(self._period_s)
 
     def look(self) -> None:
         """One turn of the loop."""
@@ -161,8 +164,8 @@ class Controller:
                 group = replace(group, count=self._launcher.num_nodes(group))
             if group.role == "worker" and desired.autoscale is not None:
                 if self._autoscaler is None:  # an earlier controller may have set another count: go on from there
-                    running = [record for record in self._records.values() if record.seen.role == "worker"]
-                    self._autoscaler = Autoscaler(len(running) or group.count)
+                    count = self._remembered.get("autoscaled") or self._num_workers() or group.count
+                    self._autoscaler = Autoscaler(count)
                 group = replace(group, count=self._autoscaler.count)
             groups.append(group)
         if desired.autoscale is None:
@@ -194,6 +197,8 @@ class Controller:
             record = self._records.get(name)
             if record is None:
                 record = self._records[name] = _Record(seen, Health(now))
+                if name in self._to_drain:
+                    self._note_drain(record)  # an earlier controller asked it to
             record.seen = seen
             if seen.state == GONE and not seen.fault and not seen.is_restarting:
                 self._let_go(launcher, record)
@@ -202,6 +207,7 @@ class Controller:
                 self._start_again(launcher, record, now)
             else:
                 self._judge(launcher, record, now)
+        self._to_drain.clear()
 
     def _judge(self, launcher: Launcher, record: _Record, now: float) -> None:
         seen, health = record.seen, record.health
@@ -228,7 +234,7 @@ class Controller:
         elif seen.is_leaving:
             log.info("node is shut down, its part drains part=%s", seen.name)
             self._drain(launcher, record)
-        elif health.observe(seen.error, now, self._timing.start_timeout_s):
+        elif health.observe(seen.error, now, self._start_s(seen.revision)):
             log.error("part is replaced part=%s error=%r", seen.name, seen.error)
             record.state = STARTING
             launcher.replace(seen.name)
@@ -237,10 +243,14 @@ class Controller:
         """A part that was drained stays away. Where somebody else asked for it, none takes its place."""
         seen = record.seen
         log.info("part was drained part=%s", seen.name)
-        if record.drain_until_s is None:
+        if record.is_drained_by_others:
             self._memories[seen.role] = hold_out(self._memories.get(seen.role, Memory()), seen.name)
         launcher.remove(seen.name)
         del self._records[seen.name]
+
+    def _start_s(self, revision: str) -> float:
+        group = self._groups.get(revision)
+        return group.start_s if group is not None else _UNKNOWN_START_S
 
     def _start_again(self, launcher: Launcher, record: _Record, now: float) -> None:
         """One that could not even be made: later each time."""
@@ -260,10 +270,18 @@ class Controller:
     # What to do
 
     def _drain(self, launcher: Launcher, record: _Record) -> None:
+        launcher.drain(record.seen.name, self._note_drain(record))
+
+    def _note_drain(self, record: _Record) -> float:
+        """Waits for it to drain; how long its answers may take."""
         group = self._groups.get(record.seen.revision)
         deadline_s = group.drain_s if group is not None else _UNKNOWN_DRAIN_S
         record.drain_until_s = time.monotonic() + deadline_s + _DRAIN_MARGIN_S
-        launcher.drain(record.seen.name, deadline_s)
+        return deadline_s
+
+    def _num_workers(self) -> int:
+        """Those that run and do not leave."""
+        return sum(one.seen.role == "worker" and one.told_state != DRAINING for one in self._records.values())
 
     def _parts_of(self, launcher: Launcher, group: Group) -> list[Part]:
         """The parts that a group's plan is made with: with one for each node, those of other nodes are not among them.
@@ -287,8 +305,9 @@ class Controller:
             Part(
                 name=record.seen.name,
                 revision=record.seen.revision,
-                state=DRAINING if record.drain_until_s is not None else record.state,
+                state=record.told_state,
                 fault=record.fault,
+                is_held=record.state == DRAINING and record.is_drained_by_others,
             )
             for record in self._records.values()
             if record.seen.role == role
@@ -299,6 +318,9 @@ class Controller:
         memory = self._memories.get(group.role, Memory())
         if memory.good and memory.good not in self._groups:  # nobody knows its settings any more
             memory = replace(memory, good="")
+        if memory.asks_again(group):
+            for record in self._records.values():
+                record.is_replaced |= record.seen.role == group.role and record.state == DRAINING
         self._groups[group.revision] = group
         suffix = self._desired.suffix if group.role == "worker" else ""
         names = {*leases, *self._records} if group.role == "worker" else self._records.keys()
@@ -342,6 +364,7 @@ class Controller:
             for values in kept["groups"]:
                 group = Group(**{**values, "rollout": Rollout(**values["rollout"])})
                 self._groups[group.revision] = group
+            self._to_drain = set(kept.get("draining", ()))
             self._remembered = kept
         except FileNotFoundError:
             return
@@ -355,6 +378,8 @@ class Controller:
                 role: {**asdict(memory), "held_out": list(memory.held_out)} for role, memory in self._memories.items()
             },
             "groups": [asdict(group) for revision, group in self._groups.items() if revision in good],
+            "draining": [name for name, one in self._records.items() if one.drain_until_s is not None],
+            "autoscaled": self._autoscaler.count if self._autoscaler is not None else None,
         }
         if content != self._remembered:
             self._write(MEMORY_FILE, json.dumps(content))
@@ -378,6 +403,7 @@ class Controller:
         memory, parts = self._memories.get(group.role, Memory()), self._parts(group.role)
         return {
             "count": group.count,
+            "attempt": group.attempt,
             "held_out": list(memory.held_out),
             "revision": group.revision,
             "good": memory.good,
@@ -398,7 +424,7 @@ class Controller:
             "node": seen.node,
             "address": seen.address,
             "generation": seen.generation,
-            "state": DRAINING if record.drain_until_s is not None else record.state,
+            "state": record.told_state,
             "fault": record.fault,
             "exit_code": record.exit_code,
             "error": seen.error,

@@ -15,6 +15,7 @@ from warmfront_pb.v1 import common_pb2
 from cache.block_hash import HashScheme
 from cache.prefix_index import PrefixIndex
 from common.redis_client import connect_redis
+from common.worker_token import tokens_of
 from router.autoscale import signal_of
 from router.breaker import Breaker
 from router.chain_memo import ChainMemo
@@ -22,6 +23,7 @@ from router.config import RouterConfig
 from router.errors import NoReplicaReadyError, RouterError
 from router.explain import Absence
 from router.flow import Bound, bound_of
+from router.gate import Gate
 from router.hot import HotPrefixes
 from router.index_mirror import IndexMirror
 from router.load import LoadBook
@@ -67,6 +69,7 @@ class Fleet:
         self.absent: dict[str, Absence] = {}  # the other members, and why they take none
         self.index = PrefixIndex()
         self.loads = LoadBook()
+        self._gate = Gate(config.min_ready_replicas)
         self.scheme: HashScheme | None = None
         self.chains: ChainMemo | None = None  # of that scheme
         self.membership = Membership(config.fleet, config.lease_s)
@@ -142,6 +145,8 @@ class Fleet:
                 for m in self.members.values()
             )
             return f"0 of {len(self.members)} replicas are ready: {states}"
+        if closed := self._gate.why_closed():
+            return closed
         if self._profile is None:
             faults = "; ".join(f"{m.replica.id} {m.fault}" for m in self.ready.values() if m.fault)
             return f"no replica has told its model yet: {faults}" if faults else "no replica has told its model yet"
@@ -197,6 +202,7 @@ class Fleet:
                 self.mirror.audit(lease)
                 self.hot.follow(lease, self.index)
         self._set_ready({name: member for name, member in self.members.items() if member.replica.is_ready})
+        self._gate.observe(self.ready_caches.values(), self.shared_load.peers.has_work(), now)
         self.absent = {
             name: _absence(member.replica) for name, member in self.members.items() if name not in self.ready
         }
@@ -253,7 +259,7 @@ class Fleet:
         self.members[lease.replica] = Member(replica, self._client(lease))
 
     def _client(self, lease: common_pb2.ReplicaLease) -> WorkerClient:
-        return WorkerClient(lease.address, self.config.worker_token, self._worker_tls)
+        return WorkerClient(lease.address, next(iter(tokens_of(self.config.worker_token)), ""), self._worker_tls)
 
     async def _remove(self, replica: Replica) -> None:
         member = self.members.pop(replica.id, None)

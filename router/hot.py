@@ -93,7 +93,9 @@ class HotPrefixes:
                 log.debug("hot prefixes are not written, redis is away error=%r", str(error))
 
     async def _write(self, tokenizer: str) -> None:
-        max_age_s = self._config.hot_max_age_s
+        # What was hit in the first half of its time is written, and its key, should this be the last write, lives for
+        # the other half.
+        max_age_s = self._config.hot_max_age_s / 2
         prefixes = self.table.prefixes(time.monotonic(), max_age_s)
         if not tokenizer or not (prefixes or self._has_written):
             return

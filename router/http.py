@@ -93,7 +93,7 @@ class HttpFront:
             access_log=False,
             lifespan="off",
             server_header=False,
-            http=guarded(config.body_timeout_s, config.stall_timeout_s, self._stalled),
+            http=guarded(config.body_timeout_s, config.stall_timeout_s, self._stalled, lambda: self._is_draining),
             ws="none",
             timeout_keep_alive=75,
             timeout_graceful_shutdown=max(1, int(config.drain_deadline_s)),

@@ -19,6 +19,7 @@ class GuardedProtocol(HttpToolsProtocol):
     head_timeout_s: float
     stall_timeout_s: float
     on_stall: Callable[[], None]
+    is_leaving: Callable[[], bool]
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -47,6 +48,8 @@ class GuardedProtocol(HttpToolsProtocol):
         """Its head is here; the body has a limit of its own."""
         self._stop(self._head_timer)
         super().on_headers_complete()
+        if type(self).is_leaving() and self.cycle is not None:  # the next request of this client goes elsewhere
+            self.cycle.keep_alive = False
 
     def pause_writing(self) -> None:
         """The client takes less than is written."""
@@ -78,8 +81,13 @@ class GuardedProtocol(HttpToolsProtocol):
             timer.cancel()
 
 
-def guarded(head_timeout_s: float, stall_timeout_s: float, on_stall: Callable[[], None]) -> type[GuardedProtocol]:
-    """The protocol with its limits; ``on_stall`` is told of each connection that is cut."""
+def guarded(
+    head_timeout_s: float, stall_timeout_s: float, on_stall: Callable[[], None], is_leaving: Callable[[], bool]
+) -> type[GuardedProtocol]:
+    """The protocol with its limits; ``on_stall`` is told of each connection that is cut.
+
+    ``is_leaving``: answers are the last ones of their connections.
+    """
 
     class Protocol(GuardedProtocol):
         pass
@@ -87,4 +95,5 @@ def guarded(head_timeout_s: float, stall_timeout_s: float, on_stall: Callable[[]
     Protocol.head_timeout_s = head_timeout_s
     Protocol.stall_timeout_s = stall_timeout_s
     Protocol.on_stall = staticmethod(on_stall)
+    Protocol.is_leaving = staticmethod(is_leaving)
     return Protocol

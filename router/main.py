@@ -7,6 +7,7 @@ import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from common.beat import Beat
 from common.logs import configure_logging
 from common.metrics_server import MetricsServer
 from common.tls import Certificates, TlsError
@@ -21,7 +22,6 @@ from router.service import GrpcFront
 log = logging.getLogger(__name__)
 
 _HEALTH_PERIOD_S = 0.25
-_DRAIN_NOTICE_S = 0.5  # between "not ready" and the closed port: load balancers look away first
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,18 +48,25 @@ class Router:
         self._grpc = GrpcFront(config, self.fleet, self.dispatcher, admin, self.metrics, self._certificates)
         self._http = HttpFront(config, self.fleet, self.dispatcher, admin, self.metrics, self._certificates)
         self._metrics_server: MetricsServer | None = None
+        self.beat = Beat(config.alive_file)
+        self._beating: asyncio.Task[None] | None = None
         self._tasks: list[asyncio.Task[None]] = []
 
     async def start(self) -> Endpoints:
         """Listen and follow the fleet. Raises ``OSError`` when a port cannot be had."""
         host = self.config.listen
+        self._beating = asyncio.create_task(self.beat.run())
         try:
             http_port = await self._http.start()
             grpc_port = await self._grpc.start()
             metrics_url = None
             if self.config.metrics_port is not None:
                 self._metrics_server = MetricsServer(
-                    self.metrics.registry, self._http.why_not_ready, address=host, port=self.config.metrics_port
+                    self.metrics.registry,
+                    self._http.why_not_ready,
+                    self.beat.why_dead,
+                    address=host,
+                    port=self.config.metrics_port,
                 )
                 metrics_url = f"http://{host}:{self._metrics_server.port}/metrics"
             await self.fleet.start()
@@ -74,12 +81,11 @@ class Router:
         return Endpoints(http=f"{scheme}://{host}:{http_port}", grpc=f"{host}:{grpc_port}", metrics=metrics_url)
 
     async def drain(self) -> None:
-        """Say "not ready", give load balancers a moment, let what runs end, then close everything."""
+        """Say "not ready", serve on until load balancers have seen it, let what runs end, then close everything."""
         self._http.begin_drain()
         await self._end_tasks()
         await self._grpc.set_ready(False)
-        self.dispatcher.queue.begin_drain(self.config.drain_deadline_s / 2)
-        await asyncio.sleep(_DRAIN_NOTICE_S)
+        await asyncio.sleep(self.config.drain_notice_s)
         await self.stop()
 
     async def stop(self) -> None:
@@ -90,6 +96,8 @@ class Router:
         await self.fleet.stop()
         if self._metrics_server is not None:
             self._metrics_server.stop()
+        if self._beating is not None:
+            self._beating.cancel()
 
     async def _end_tasks(self) -> None:
         for task in self._tasks:

@@ -46,6 +46,10 @@ class PeerLoads:
     def __len__(self) -> int:
         return len(self._peers)
 
+    def has_work(self) -> bool:
+        """Whether any of the others has sent requests to replicas since it started."""
+        return any(peer.seq or peer.totals_seq for peer in self._peers.values())
+
     def observe(self, totals: Mapping[str, router_pb2.RouterLoad], now: float) -> None:
         """The totals of all routers that are alive: whoever is absent has gone, and its share with it."""
         for router in self._peers.keys() - totals.keys():

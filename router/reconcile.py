@@ -41,7 +41,9 @@ class Group:
     settings: Mapping[str, Any] = field(default_factory=dict, repr=False)  # their flags
     placement: Mapping[str, Any] = field(default_factory=dict)  # what each takes of a machine
     rollout: Rollout = field(default_factory=Rollout)
+    start_s: float = 600.0  # until a part's first good answer; one that takes longer is started anew
     drain_s: float = 30.0  # what a part that goes still answers may take so long
+    attempt: int = 0  # a higher one brings back parts that somebody has drained, at the same count
 
     @property
     def revision(self) -> str:
@@ -58,6 +60,7 @@ class Part:
     revision: str
     state: str
     fault: str = ""  # why it is not READY, where it failed
+    is_held: bool = False  # somebody drains it and wants none in its place
 
     @property
     def is_ready(self) -> bool:
@@ -76,7 +79,12 @@ class Memory:
     why: str = ""  # it was
     timed_out: bool = False  # it was for its deadline
     count: int = 0  # that was wanted when ``held_out`` was noted
+    attempt: int = 0  # and the group's own
     held_out: tuple[str, ...] = ()  # parts that were drained by somebody else: they are not replaced
+
+    def asks_again(self, group: Group) -> bool:
+        """Whether a count is asked for since: then what was drained is replaced."""
+        return (self.count, self.attempt) != (group.count, group.attempt)
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,15 +120,15 @@ def plan(
     New parts are called ``prefix`` and the lowest number that no part and none of ``taken`` has. To call it again
     before the actions have shown in ``parts`` gives the same actions again.
     """
-    if memory.count != group.count:
-        memory = replace(memory, count=group.count, held_out=())
+    if memory.asks_again(group):
+        memory = replace(memory, count=group.count, attempt=group.attempt, held_out=())
     memory = _judge(group, parts, memory, now)
     target = target_of(group, memory)
-    want = max(0, group.count - len(memory.held_out))
+    want = max(0, group.count - len(memory.held_out) - sum(part.is_held for part in parts))
     alive = [part for part in parts if part.state != DRAINING]  # what has failed too: its launcher tries again
     new = [part for part in alive if part.revision == target]
     old = [part for part in alive if part.revision != target]
-    num_ending = sum(part.state == DRAINING for part in parts)
+    num_ending = sum(part.state == DRAINING and not part.is_held for part in parts)
     is_halted = memory.failed == target  # nothing to go back to: what serves goes on, what failed ends
     if is_halted and old:
         return [Drain(part.name) for part in new if not part.is_ready], memory
@@ -181,7 +189,7 @@ def free_names(prefix: str, used: Collection[str], count: int) -> Iterator[str]:
 
 
 def hold_out(memory: Memory, name: str) -> Memory:
-    """A part left because somebody drained it: none is started in its place until the count changes."""
+    """A part leaves because somebody drained it: none is started in its place until a count is asked for again."""
     return replace(memory, held_out=tuple(sorted({*memory.held_out, name})))
 
 

@@ -193,13 +193,14 @@ class RayLauncher:
             generation=answer.get("generation", ""),
             fault=answer.get("fault", ""),
             exit_code=answer.get("exit_code", 0),
+            error=answer.get("error", ""),
             answers=True,
             is_leaving=answer.get("node") in leaving,
         )
 
     def _with_health(self, seen: Seen) -> Seen:
         """With what the worker's server says; one with TLS is only asked for a connection, lacking a certificate."""
-        if seen.role != "worker" or not seen.answers or seen.state in (DRAINING, GONE):
+        if seen.role != "worker" or not seen.answers or seen.error or seen.state in (DRAINING, GONE):
             return seen
         if not seen.address:
             return replace(seen, error="its server does not listen yet")

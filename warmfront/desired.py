@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import difflib
 import json
+import math
 import os
 import re
 from collections.abc import Collection, Mapping
@@ -38,6 +39,7 @@ _GIVEN = {
     "worker": ("replica_id", "port"),
 }
 _DURATION = Duration()
+_START = {"router": "2m", "worker": "10m"}
 _ROLLOUT = ("surge", "batch", "when_below", "deadline", "attempt")
 _AUTOSCALE = ("min", "max", "target_wait", "up_window", "down_window")
 _PLACEMENT = ("num_cpus", "num_gpus", "resources")
@@ -45,14 +47,19 @@ _PLACEMENT = ("num_cpus", "num_gpus", "resources")
 
 def read_desired(path: Path) -> Desired:
     """What the file says. Raises ``ValueError`` with the key that is wrong, ``OSError`` when it cannot be read."""
-    try:
-        content = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except (UnicodeDecodeError, yaml.YAMLError) as error:
-        raise ValueError(f"{path}: {' '.join(str(error).split())}") from error
+    content = read_yaml(path)
     try:
         return parse(content)
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from None
+
+
+def read_yaml(path: Path) -> Any:
+    """A file's content. Raises ``ValueError`` with its path, ``OSError``."""
+    try:
+        return yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (yaml.YAMLError, ValueError, LookupError, RecursionError) as error:  # PyYAML raises more than its own
+        raise ValueError(f"{path}: {' '.join(str(error).split())}") from error
 
 
 def write_desired(path: Path, content: Mapping[str, Any]) -> None:
@@ -97,19 +104,18 @@ def parse(content: Any) -> Desired:
 
 def _group(content: Any, role: str, where: str, shared: Mapping[str, Any], redis_url: str) -> Group:
     count = "count" if role == "router" else "replicas"
-    values = _mapping(content, where, (count, *_PLACEMENT, "rollout", "settings"))
+    values = _mapping(content, where, (count, *_PLACEMENT, "start_deadline", "attempt", "rollout", "settings"))
     if count not in values:
         raise ValueError(f"{where}.{count}: is missing")
     settings = _settings(values.get("settings") or {}, role, f"{where}.settings")
     try:
-        fill(
+        config = fill(
             _CONFIGS[role],
             {**as_params({**settings, **shared}), "worker_token_file": None},
             **{"redis_url": redis_url, **_checked_as(role, shared)},
         )
     except WrongUse as error:
         raise ValueError(f"{where}.settings: {error.message}") from None
-    drain = settings.get("drain_deadline")
     each_node = role == "router" and values[count] == EACH_NODE
     if each_node and not values.get("resources"):
         raise ValueError(f"{where}.resources: is missing; {EACH_NODE} counts the nodes that have them")
@@ -120,7 +126,9 @@ def _group(content: Any, role: str, where: str, shared: Mapping[str, Any], redis
         settings={**settings, **shared},
         placement=_placement(values, where),
         rollout=_rollout(values.get("rollout") or {}, f"{where}.rollout", surge=0 if role == "router" else 1),
-        drain_s=_duration(drain, f"{where}.settings.drain-deadline") if drain is not None else 30.0,
+        start_s=_duration(values.get("start_deadline", _START[role]), f"{where}.start-deadline"),
+        drain_s=config.drain_deadline_s + (config.drain_notice_s if role == "router" else 0),
+        attempt=_integer(values.get("attempt", 0), f"{where}.attempt", 0),
     )
 
 
@@ -141,15 +149,25 @@ def _settings(content: Any, role: str, where: str) -> dict[str, Any]:
             raise ValueError(f"{where}.{_key(name)}: each {role} is given its own")
     values = _mapping(content, where, known)
     for name, value in values.items():
-        many = value if isinstance(value, list) and known[name].multiple else [value]
-        for one in many if value is not None else ():
-            if isinstance(one, dict | list):
-                raise ValueError(f"{where}.{_key(name)}: takes one value")
-            try:
-                click.types.convert_type(known[name].type).convert(one, None, None)
-            except click.BadParameter as error:
-                raise ValueError(f"{where}.{_key(name)}: {error.message}") from None
+        if isinstance(value, list) and known[name].multiple:
+            values[name] = [_plain(one, known[name].type, f"{where}.{_key(name)}") for one in value]
+        elif value is not None:
+            values[name] = _plain(value, known[name].type, f"{where}.{_key(name)}")
     return {name: value for name, value in values.items() if value is not None}
+
+
+def _plain(value: Any, kind: Any, where: str) -> bool | int | float | str:
+    """A value that ``kind`` takes, as JSON has it too: YAML makes a date of 2026-11-01, say."""
+    if isinstance(value, dict | list | set | bytes):
+        raise ValueError(f"{where}: takes one value")
+    plain = value if isinstance(value, bool | int | float | str) else str(value)
+    if isinstance(plain, float) and not math.isfinite(plain):
+        raise ValueError(f"{where}: {plain} is no number")
+    try:
+        click.types.convert_type(kind).convert(plain, None, None)
+    except click.BadParameter as error:
+        raise ValueError(f"{where}: {error.message}") from None
+    return plain
 
 
 def _placement(values: Mapping[str, Any], where: str) -> dict[str, Any]:
@@ -251,7 +269,7 @@ def _integer(value: Any, where: str, least: int) -> int:
 
 
 def _number(value: Any, where: str) -> float:
-    if isinstance(value, bool) or not isinstance(value, int | float) or value < 0:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < math.inf:
         raise ValueError(f"{where}: {value!r} is no number of 0 or more")
     return value
 

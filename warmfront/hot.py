@@ -28,19 +28,23 @@ from cache.block_hash import as_token_array
 from cache.hot import HotPrefix, by_value, merged, saved_tokens
 from common.redis_url import RedisUrlError, parse_redis_url
 from common.tls import TlsError, TlsFiles
+from common.worker_token import tokens_of
 from router.worker_client import WorkerTls
 from warmfront.console import Progress, counted, stdout
 from warmfront.errors import DeadlinePassed, Failure, WrongUse
 from warmfront.options import ENV_PREFIX, FILE, Duration, mask_url, read_secret
 from warmfront.run_dir import all_run_dirs
 from warmfront.store import embedded_url
-from worker.prewarm import PRIORITY, RedisSource, fill, make_plan
+from worker.prewarm import PRIORITY, RedisSource, fill, fill_unless_pressed, make_plan, overload_of
 from worker.prewarm import Progress as Filled
 
 _T = TypeVar("_T")
 _LOOK_PERIOD_S = 0.2
 _ANY_AGE_S = 24 * 3600.0  # Redis forgets them before
-_REFUSALS = (grpc.StatusCode.INVALID_ARGUMENT, grpc.StatusCode.NOT_FOUND, grpc.StatusCode.INTERNAL)
+_REFUSALS = (  # of one prefix: others may still be computed
+    *(grpc.StatusCode.INVALID_ARGUMENT, grpc.StatusCode.NOT_FOUND, grpc.StatusCode.INTERNAL),
+    *(grpc.StatusCode.RESOURCE_EXHAUSTED, grpc.StatusCode.DEADLINE_EXCEEDED),
+)
 
 
 def _redis_options(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -141,12 +145,12 @@ def prewarm(
 ) -> None:
     """Compute hot prefixes on a worker, as it does by itself when it starts. For a sidecar or a job.
 
-    Waits for the worker to load. Ends with 0, with 1 when less than --min-hit-rate could be computed, with 3 at the
-    deadline.
+    Waits for the worker to load. Ends with 0, also when the fleet is overloaded and needs it now, with 1 when less than
+    --min-hit-rate could be computed, with 3 at the deadline.
     """
     found = None if source == "redis" else read_file(Path(source))
     url = (redis or _redis_of(fleet)) if found is None else ""
-    token = read_secret(worker_token_file) if worker_token_file else ""
+    token = tokens_of(read_secret(worker_token_file))[0] if worker_token_file else ""
     files = TlsFiles.of_worker_client(worker_ca, worker_client_cert, worker_client_key)
     tls = _tls_to_worker(files, worker_server_name)
     filled = Filled()
@@ -173,16 +177,28 @@ def prewarm(
                 shown.update(f"pre-warming {target}", f"pre-warming {target}: {_done(filled)}")
                 return await worker.compute(prefix)
 
-            await fill(plan, compute, min_hit_rate, filled)
+            if found is not None:  # a file: no Redis tells of the fleet
+                await fill(plan, compute, min_hit_rate, filled)
+                return
+            fleet_of = RedisSource(url, fleet, password_file=redis_password_file)
+
+            async def pressure() -> str:
+                return overload_of(await fleet_of.others(lease.replica))
+
+            try:
+                await fill_unless_pressed(plan, compute, min_hit_rate, filled, pressure)
+            finally:
+                await fleet_of.close()
 
     with Progress() as shown:
         try:
             asyncio.run(run(shown))
         except TimeoutError:
             raise DeadlinePassed(f"{target}: {_done(filled)} at the deadline of {deadline:g} s") from None
-    if filled.share < min_hit_rate:
+    if filled.share < min_hit_rate and not filled.ended.startswith("pressed"):
         raise Failure(f"{target}: {_done(filled)}; --min-hit-rate is {min_hit_rate:g}, but no more fits or works")
-    click.echo(f"{target}: {_done(filled)}")
+    why = f" ({filled.ended})" if filled.ended.startswith("pressed") else ""
+    click.echo(f"{target}: {_done(filled)}{why}")
 
 
 def _tls_to_worker(files: TlsFiles | None, server_name: str | None) -> WorkerTls | None:

@@ -134,6 +134,7 @@ class NamedFolder(click.ParamType[str]):
 
 PORT = click.IntRange(0, 65535)
 COUNT = click.IntRange(min=0)
+MAX_BLOCKS = 1 << 24  # of a pool: terabytes of KV, whatever the model
 FILE = click.Path(path_type=Path)
 
 # Section titles of --help stand between the flags.
@@ -187,6 +188,11 @@ _TABLE: tuple[Flag | str, ...] = (
     Flag("trust-tenant-header", click.BOOL, "Take x-warmfront-tenant from the client."),
     "Placement",
     Flag("policy", click.Choice(POLICIES), "How a replica is chosen."),
+    Flag(
+        "min-ready-replicas",
+        click.IntRange(min=1),
+        "A router of a new fleet is not ready until so many replicas are; see docs/deploy.md.",
+    ),
     "Flow control",
     Flag("max-inflight-requests", click.IntRange(min=1), "Requests sent and not ended; above it they are queued."),
     Flag("max-inflight-tokens", click.IntRange(min=1), "Prompt tokens of these; above it requests are queued."),
@@ -237,15 +243,19 @@ _TABLE: tuple[Flag | str, ...] = (
     Flag("prewarm", bool, "Compute the fleet's hot prefixes before the first user request."),
     Flag("prewarm-deadline", Duration(), "Take user requests then at the latest.", "prewarm_deadline_s"),
     Flag("prewarm-target", click.FloatRange(0, 1, min_open=True), "Share of what hot prefixes save that is enough."),
-    Flag("prewarm-from-fleet", str, "Take the hot prefixes of this fleet. Default: the own one."),
+    Flag("prewarm-from-fleet", str, "Take the hot prefixes of this fleet too, beside those of the own one."),
     "Memory and arithmetic",
     Flag(
         "gpu-memory-utilization",
         click.FloatRange(0.05, 1),
         "Share of the whole device's memory that this worker may use.",
     ),
-    Flag("kv-blocks", click.IntRange(min=1), "Blocks in the KV pool. Default: what the memory gives."),
-    Flag("host-kv-blocks", COUNT, "Blocks in host memory that take what the pool evicts, to be copied back."),
+    Flag("kv-blocks", click.IntRange(1, MAX_BLOCKS), "Blocks in the KV pool. Default: what the memory gives."),
+    Flag(
+        "host-kv-blocks",
+        click.IntRange(0, MAX_BLOCKS),
+        "Blocks in host memory that take what the pool evicts, to be copied back.",
+    ),
     Flag("cpu-kv-bytes", click.IntRange(min=1), "Bytes of the KV pool on a CPU, where --kv-blocks is absent."),
     Flag(
         "kv-cache-dtype",
@@ -281,10 +291,17 @@ _TABLE: tuple[Flag | str, ...] = (
     Flag("heartbeat", Duration(), "How often a worker renews its lease.", "heartbeat_s"),
     Flag("lease", Duration(), "A replica without a heartbeat for this long is gone.", "lease_s"),
     Flag("drain-deadline", Duration(), "On shutdown, running requests may take this long.", "drain_deadline_s"),
+    Flag(
+        "drain-notice",
+        Duration(),
+        "On shutdown, time for load balancers to see that a router is not ready.",
+        "drain_notice_s",
+    ),
     Flag("request-timeout", Duration(), "A request that runs longer is cut.", "request_timeout_s"),
     Flag("body-timeout", Duration(), "A request that takes longer to arrive whole gets 408.", "body_timeout_s"),
     Flag("stall-timeout", Duration(), "Cut off a client that takes nothing of its answer.", "stall_timeout_s"),
     "Other",
+    Flag("alive-file", FILE, "Touch this file twice a second while the router's event loop turns."),
     Flag("max-body-bytes", click.IntRange(min=1024), "Largest HTTP body; above it clients get 413."),
     Flag("continue-streams", bool, "Move a stream whose worker died to another replica."),
     Flag("log-json", click.BOOL, "Logs as JSON lines."),
@@ -303,7 +320,7 @@ CONFIGS: dict[str, tuple[type[Any], ...]] = {
     "worker": (WorkerConfig,),
 }
 # `up` names the replicas and routers itself and gives each worker its own port on loopback.
-_NOT_ON_UP = {"replica-id", "router-id", "port", "advertise", "reuse-port"}
+_NOT_ON_UP = {"replica-id", "router-id", "port", "advertise", "reuse-port", "alive-file"}
 _NOT_ON_UP |= {"worker-ca", "worker-client-cert", "worker-client-key", "worker-server-name"}
 
 

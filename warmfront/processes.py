@@ -20,6 +20,7 @@ from typing import Any
 import yaml
 from warmfront_pb.v1 import common_pb2
 
+from common.beat import why_dead
 from router.controller import Controller
 from router.launcher import Seen
 from router.reconcile import DRAINING, GONE, READY, STARTING, Group
@@ -46,6 +47,7 @@ class _Child:
     revision: str
     config: Path
     log: Path
+    alive: Path  # of a router: touched while its event loop turns
     gpu: int | None = None  # the device that it has, where each takes one
     process: asyncio.subprocess.Process | None = None
     started_s: float = 0.0  # by the monotonic clock
@@ -127,9 +129,10 @@ class ChildProcesses:
             revision=revision,
             config=self._run_dir.path / f"{name}.yaml",
             log=self._log_dir / f"{name}.log",
+            alive=self._run_dir.path / f"{name}.alive",
         )
         if group.role == "router":
-            flags["router_id"] = name
+            flags |= {"router_id": name, "alive_file": str(child.alive)}
         else:
             flags["replica_id"] = name
             if self._num_gpus:
@@ -170,10 +173,11 @@ class ChildProcesses:
         if code is not None:
             if child.is_unwanted or code == 0:
                 return seen(state=GONE)
-            fault = last_line(child.log)
-            return seen(is_restarting=True, fault=fault, exit_code=code, error=f"it ended with code {code}: {fault}")
+            fault = end_of(code, child.log)
+            return seen(is_restarting=True, fault=fault, exit_code=code, error=f"it ended: {fault}")
         if child.role == "router":
-            return seen(pid=pid, state=READY, answers=True)
+            error = _router_error(child.alive)
+            return seen(pid=pid, state=STARTING if error else READY, error=error, answers=True)
         if lease is not None and _boot_ms(lease) < child.started_ms:
             lease = None  # of the process before
         if lease is not None:
@@ -203,6 +207,7 @@ class ChildProcesses:
 
     async def _launch(self, child: _Child) -> None:
         child.started_s, child.started_ms, child.address = time.monotonic(), time.time_ns() // 1_000_000, ""
+        child.alive.unlink(missing_ok=True)
         with child.log.open("ab") as log:
             child.process = await asyncio.create_subprocess_exec(
                 sys.executable,
@@ -226,7 +231,7 @@ class ChildProcesses:
             child.exit_code = await child.process.wait()
             if child.exit_code == 0 or child.is_unwanted:
                 return  # it was drained: somebody wants it gone
-            child.fault = last_line(child.log)
+            child.fault = end_of(child.exit_code, child.log)
             if time.monotonic() - child.started_s > HEALTHY_AFTER_S:
                 child.failures = 0
             child.failures += 1
@@ -240,6 +245,14 @@ def child_environment() -> dict[str, str]:
     """Ours without the flags in it: a child takes those from its file alone."""
     kept = {key: value for key, value in os.environ.items() if not key.startswith(ENV_PREFIX) or key == SEED_ENV}
     return {**kept, "PYTHONUNBUFFERED": "1"}
+
+
+def _router_error(alive: Path) -> str:
+    """What is wrong with a router; routers share their ports, so that none can be asked by itself."""
+    try:
+        return why_dead(alive)
+    except OSError:
+        return "its servers do not listen yet"
 
 
 def _boot_ms(lease: common_pb2.ReplicaLease) -> int:
@@ -268,6 +281,17 @@ def tail(log: Path, num_bytes: int = 8192) -> str:
             return file.read().decode("utf-8", "replace")
     except OSError:
         return ""
+
+
+def end_of(code: int, log: Path) -> str:
+    """Why a process ended with this exit code; one that was killed has no last words."""
+    if code >= 0:
+        return last_line(log)
+    try:
+        name = signal.Signals(-code).name
+    except ValueError:
+        name = f"signal {-code}"
+    return f"it was killed ({name}){'; for want of memory?' if -code == signal.SIGKILL else ''}"
 
 
 def last_line(log: Path) -> str:

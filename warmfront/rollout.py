@@ -9,10 +9,11 @@ from typing import Any
 
 import click
 
-from warmfront.console import Progress
+from router.reconcile import Group
+from warmfront.console import Progress, say
 from warmfront.desired import parse
 from warmfront.errors import DeadlinePassed, Failure, WrongUse
-from warmfront.options import Duration, flags_of, format_duration
+from warmfront.options import Duration, Flag, flags_of, format_duration
 from warmfront.preflight import find_model
 from warmfront.wishes import Wishes, cluster_options, find, key_of, wait
 
@@ -38,6 +39,7 @@ _CONTRACT = (
 @click.option("--batch", type=click.IntRange(1, 64), help="Workers replaced at once.")
 @click.option("--when-below", type=Duration(), help="Begin no batch while more prefill waits per worker.")
 @click.option("--deadline", type=Duration(), help="Of the whole; then it is rolled back. Default: 30m.")
+@click.option("--undo", is_flag=True, help="Go back from a rollout that another command has begun.")
 @click.option("--no-wait", is_flag=True, help="Only say what is wanted.")
 def rollout(
     *,
@@ -51,6 +53,7 @@ def rollout(
     batch: int | None,
     when_below: float | None,
     deadline: float | None,
+    undo: bool,
     no_wait: bool,
 ) -> None:
     """Replace every worker, with other settings or the same: a new one comes up and pre-warms, then an old one drains.
@@ -59,35 +62,91 @@ def rollout(
     1 rolled back, 2 refused, 3 rolled back at the deadline.
     """
     wishes = find(ready_file=ready_file, url=url, desired_file=desired_file, state_dir=state_dir)
+    given = {
+        "surge": surge,
+        "batch": batch,
+        "when_below": None if when_below is None else format_duration(when_below),
+        "deadline": None if deadline is None else format_duration(deadline),
+    }
+    if undo and (model or changes):
+        raise WrongUse("--undo goes back to what was: it takes no --model and no --set")
     with wishes.locked():
-        before = wishes.read()
-        content = copy.deepcopy(before)
-        workers = content["workers"]
-        change_settings(workers, model, changes)
-        rules = workers.setdefault(key_of(workers, "rollout"), {})
-        given: dict[str, Any] = {"surge": surge, "batch": batch}
-        for name, seconds in (("when_below", when_below), ("deadline", deadline)):
-            given[name] = None if seconds is None else format_duration(seconds)
-        for name, value in given.items():
-            if value is not None:
-                rules[key_of(rules, name)] = value
-        rules["attempt"] = int(rules.get("attempt", 0)) + 1
-        wishes.write(content)
+        current = wishes.read()
+        before = _settle(wishes, current)
+        if undo:
+            if before is None:
+                raise WrongUse("--undo: no rollout of this cluster is under way")
+            content = _with_workers_of(before, current)
+        elif before is not None:
+            raise WrongUse(
+                "a rollout that another command has begun is under way: wait for it, or go back by `warmfront rollout "
+                "--undo`"
+            )
+        else:
+            content = copy.deepcopy(current)
+            workers = content["workers"]
+            change_settings(workers, model, changes)
+            rules = workers.setdefault(key_of(workers, "rollout"), {})
+            rules |= {key_of(rules, name): value for name, value in given.items() if value is not None}
+            rules["attempt"] = int(rules.get("attempt", 0)) + 1
+            wishes.keep_before(current)
+        try:
+            wishes.write(content)
+        except WrongUse:
+            if not undo:
+                wishes.forget_before()
+            raise
         if no_wait:
             click.echo("the rollout is wanted; status.json of the controller tells how it goes")
             return
         started_s = time.monotonic()
-        why = _follow(wishes, content)
+        try:
+            why = _follow(wishes, content)
+        except KeyboardInterrupt:
+            say("the controller goes on with it; `warmfront rollout --undo` goes back")
+            raise
+        if why is not None and not undo:
+            wishes.write(current)  # what is wanted is again what runs
+        wishes.forget_before()
         if why is not None:
-            wishes.write(before)  # what is wanted is again what runs
             raise why
-    click.echo(f"every worker is replaced ({time.monotonic() - started_s:.0f} s)")
+    click.echo(f"{'as before' if undo else 'every worker is replaced'} ({time.monotonic() - started_s:.0f} s)")
+
+
+def _settle(wishes: Wishes, current: dict[str, Any]) -> dict[str, Any] | None:
+    """What was wanted before a rollout that is under way; None where there is none.
+
+    Of one whose command was interrupted and that has ended since: takes what failed out of ``current``.
+    """
+    before = wishes.before()
+    if before is None:
+        return None
+    told = wishes.workers()
+    is_told = told.get("revision") == _workers_of(current).revision
+    if is_told and told["phase"] in ("rolled back", "halted"):
+        settled = _with_workers_of(before, current)
+        current.clear()
+        current.update(settled)
+    elif not is_told or told["phase"] != "steady":
+        return before
+    wishes.forget_before()
+    return None
+
+
+def _with_workers_of(before: dict[str, Any], current: dict[str, Any]) -> dict[str, Any]:
+    """``current`` with the settings of ``before``, and with its own number of workers."""
+    content = copy.deepcopy(current)
+    for name in ("settings", "rollout"):
+        content["workers"].pop(key_of(content["workers"], name), None)
+        if (key := key_of(before["workers"], name)) in before["workers"]:
+            content["workers"][key] = copy.deepcopy(before["workers"][key])
+    return content
 
 
 def change_settings(workers: dict[str, Any], model: Path | None, changes: tuple[str, ...]) -> None:
     """Applies ``--model`` and ``--set`` to the workers of a file. Raises ``WrongUse`` for what makes another fleet."""
     settings = workers.setdefault(key_of(workers, "settings"), {})
-    known = {flag.param for flag in flags_of("worker")}
+    known = {flag.param: flag for flag in flags_of("worker")}
     if model is not None:
         find_model(model)
         settings[key_of(settings, "model")] = str(model.absolute())
@@ -106,21 +165,34 @@ def change_settings(workers: dict[str, Any], model: Path | None, changes: tuple[
                 "the clients, then end this one"
             )
         if value:
-            settings[key] = _typed(value)
+            settings[key] = _typed(known[param], value)
         else:
             settings.pop(key, None)
 
 
-def _typed(value: str) -> Any:
-    """As YAML would read it: numbers and truths are no text there."""
-    import yaml
+def _typed(flag: Flag, value: str) -> Any:
+    """As a file has it: numbers and truths are no text there. What is none is left for the check of the whole."""
+    if flag.multiple:
+        return [part.strip() for part in value.strip("[]").split(",")]
+    kind: click.ParamType[Any] = click.types.convert_type(flag.type)
+    if not isinstance(kind, click.types.BoolParamType | click.types.IntParamType | click.types.FloatParamType):
+        return value
+    try:
+        return kind.convert(value, None, None)
+    except click.BadParameter:
+        return value
 
-    return yaml.safe_load(value)
+
+def _workers_of(content: dict[str, Any]) -> Group:
+    try:
+        return next(group for group in parse(content).groups if group.role == "worker")
+    except ValueError as error:
+        raise WrongUse(str(error)) from error
 
 
 def _follow(wishes: Wishes, content: dict[str, Any]) -> Failure | None:
     """Shows how it goes until it has ended; why it failed, if it did."""
-    (group,) = (one for one in parse(content).groups if one.role == "worker")
+    group = _workers_of(content)
     with Progress() as progress:
         ended = wait(lambda: _has_ended(wishes, group.revision, progress), group.rollout.deadline_s + _REPORT_MARGIN_S)
     told = wishes.workers()

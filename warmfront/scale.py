@@ -37,12 +37,13 @@ def scale(
             raise WrongUse("autoscale sets the number of workers: change its min and max")
         _check_machine(wishes, workers, count)
         workers[key_of(workers, "replicas")] = count
+        workers["attempt"] = int(workers.get("attempt", 0)) + 1  # what was drained comes back
         wishes.write(content)
         if no_wait:
             click.echo(f"{_workers(count)} wanted")
             return
         with Progress() as progress:
-            if not wait(lambda: _is_there(wishes, count, progress), deadline):
+            if not wait(lambda: _is_there(wishes, count, workers["attempt"], progress), deadline):
                 raise DeadlinePassed(
                     f"not {counted(count, 'READY worker')} after {format_duration(deadline)}; the controller goes on: "
                     + ", ".join(f"{part['name']} {part['state']}" for part in wishes.parts())
@@ -54,9 +55,9 @@ def _workers(count: int) -> str:
     return f"{counted(count, 'worker')} {'is' if count == 1 else 'are'}"
 
 
-def _is_there(wishes: Wishes, count: int, progress: Progress) -> bool:
+def _is_there(wishes: Wishes, count: int, attempt: int, progress: Progress) -> bool:
     group, parts = wishes.workers(), wishes.parts()
-    if group.get("count") != count or group.get("held_out"):
+    if group.get("attempt") != attempt or group.get("count") != count:
         return False
     progress.update(", ".join(f"{part['name']} {part['state']}" for part in parts))
     for part in parts:

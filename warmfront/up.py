@@ -230,7 +230,8 @@ class _Cluster:
         for part in read_status(self._run_dir.path).get("parts", ()):
             if part["fault"]:
                 error = WrongUse if part["exit_code"] == 2 else Failure
-                raise error(f"{part['name']} ended with code {part['exit_code']} while starting: {part['fault']}")
+                code = f" with code {part['exit_code']}" if part["exit_code"] > 0 else ""
+                raise error(f"{part['name']} ended{code} while starting: {part['fault']}")
 
     def _doing(self, name: str, state: str) -> str:
         """What a worker that starts says in its log: loading weights 50 %."""
@@ -265,8 +266,8 @@ class _Cluster:
             running = sum(replica.get("running", 0) for replica in self._replicas)
             still = f", {counted(running, 'request')} running" if running else ""
             progress.update(f"draining{still} (Ctrl-C again to hurry)")
-        for role in ("router", "worker"):
-            await self._parts.stop(role, self._stop_s(), self._hurry)
+        await self._parts.stop("router", self._stop_s() + self._params["drain_notice"], self._hurry)
+        await self._parts.stop("worker", self._stop_s(), self._hurry)
         await self._parts.close()
         if self._valkey is not None:
             self._valkey.stop()
@@ -332,7 +333,7 @@ class _Cluster:
             "grpc": self._grpc,
             "fleet": self._params["fleet"],
             "tls_cert": self._tls_cert,
-            "stop_within_s": 2 * self._stop_s(),
+            "stop_within_s": 2 * self._stop_s() + self._params["drain_notice"],
             "worker": self._flags("worker"),  # what `compare` starts its own worker with
         }
         ready_file = self._settings.ready_file

@@ -15,14 +15,15 @@ import click
 import yaml
 
 from warmfront.client import several_clusters
-from warmfront.desired import DESIRED_FILE, read_status, write_desired
+from warmfront.desired import DESIRED_FILE, read_status, read_yaml, write_desired
 from warmfront.down import find_ready_file, find_url
 from warmfront.errors import Failure, WrongUse
 from warmfront.options import ENV_PREFIX
-from warmfront.run_dir import RunDir, all_run_dirs
+from warmfront.run_dir import RunDir, all_run_dirs, write_private
 
 _LOOK_S = 0.25
 _LOCK_FILE = ".desired.lock"
+_BEFORE_FILE = ".before-rollout.yaml"
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,9 +37,11 @@ class Wishes:
     def read(self) -> dict[str, Any]:
         """The file's content, keys as they stand there. Raises ``WrongUse``."""
         try:
-            content = yaml.safe_load(self.path.read_text(encoding="utf-8"))
-        except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-            raise WrongUse(f"{self.path}: {' '.join(str(error).split())}") from error
+            content = read_yaml(self.path)
+        except ValueError as error:
+            raise WrongUse(str(error)) from error
+        except OSError as error:
+            raise WrongUse(f"{self.path}: {error.strerror}") from error
         if not isinstance(content, dict) or not isinstance(content.get("workers"), dict):
             raise WrongUse(
                 f"{self.path}: its workers are not the controller's; whoever places them scales and rolls them"
@@ -55,6 +58,27 @@ class Wishes:
             raise WrongUse(
                 f"{self.path} cannot be written ({error.strerror}): change it where it comes from"
             ) from error
+
+    # What a rollout changed may have to be taken back, also by a command that comes after the one that began it.
+
+    def keep_before(self, content: dict[str, Any]) -> None:
+        """Notes what was wanted before a rollout, until ``forget_before``. Raises ``WrongUse``."""
+        try:
+            write_private(self.state_dir / _BEFORE_FILE, yaml.safe_dump(content, sort_keys=False))
+        except OSError as error:
+            raise WrongUse(f"{self.state_dir} cannot be written to: {error.strerror}") from error
+
+    def before(self) -> dict[str, Any] | None:
+        """What was wanted before a rollout whose end no command has seen."""
+        try:
+            content = read_yaml(self.state_dir / _BEFORE_FILE)
+        except (OSError, ValueError):
+            return None
+        return content if isinstance(content, dict) and isinstance(content.get("workers"), dict) else None
+
+    def forget_before(self) -> None:
+        """The rollout has ended."""
+        (self.state_dir / _BEFORE_FILE).unlink(missing_ok=True)
 
     def status(self) -> dict[str, Any]:
         """What the controller has last told. Raises ``Failure`` when the cluster has ended."""

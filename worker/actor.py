@@ -64,6 +64,7 @@ class WorkerActor:
             "fault": replica.fault,
             "exit_code": self._exit_code,
             "has_tls": self._config.tls_files is not None,
+            "error": self._running.beat.why_dead(),
         }
 
     async def drain(self, deadline_s: float | None = None) -> None:

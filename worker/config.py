@@ -15,6 +15,7 @@ from cache.block_hash import ALGORITHMS
 from cache.prefix_cache import EVICTION_POLICIES, EvictionPolicy
 from common.redis_url import RedisUrlError, parse_redis_url
 from common.tls import TlsError, TlsFiles
+from common.worker_token import tokens_of
 
 LOOPBACK_HOSTS = ("127.0.0.1", "::1", "localhost")
 
@@ -48,7 +49,7 @@ class WorkerConfig:
     tls_cert: Path | None = None  # of this worker's server, PEM; read again when it changes
     tls_key: Path | None = None
     tls_client_ca: Path | None = None  # routers must show a certificate of this authority
-    worker_token: str | None = field(default=None, repr=False)  # shared by the fleet's routers and workers
+    worker_token: str | None = field(default=None, repr=False)  # a line each: those that routers may show
 
     enable_prefix_caching: bool = True
     prefix_caching_hash_algo: str = "sha256_cbor"
@@ -81,7 +82,7 @@ class WorkerConfig:
     prewarm: bool = True  # compute the fleet's hottest prefixes before the first user request
     prewarm_deadline_s: float = 60.0  # READY then at the latest
     prewarm_target: float = 0.9  # share of what all hot prefixes save that is enough
-    prewarm_from_fleet: str | None = None  # whose hot prefixes; None: those of the own fleet
+    prewarm_from_fleet: str | None = None  # whose hot prefixes too, beside those of the own fleet
 
     heartbeat_s: float = 1.0
     lease_s: float = 5.0
@@ -145,8 +146,8 @@ class WorkerConfig:
             raise ConfigError(f"--port {self.port} is not between 0 and 65535")
         if self.metrics_port is not None and not 0 <= self.metrics_port <= 65535:
             raise ConfigError(f"--metrics-port {self.metrics_port} is not between 0 and 65535")
-        if self.worker_token is not None and len(self.worker_token) < 8:
-            raise ConfigError("--worker-token-file: the token is shorter than 8 characters")
+        if self.worker_token is not None and min(map(len, tokens_of(self.worker_token)), default=0) < 8:
+            raise ConfigError("--worker-token-file: a token is shorter than 8 characters")
         if self.listen not in LOOPBACK_HOSTS:
             if not self.insecure_listen and self.tls_cert is None:
                 raise ConfigError(

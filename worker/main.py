@@ -18,15 +18,18 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any, TypeAlias
 
 from warmfront_pb.v1 import common_pb2
 
 from cache.block_hash import HashScheme
 from cache.prefix_cache import PrefixCache
+from common.beat import Beat
 from common.logs import configure_logging
 from common.metrics_server import MetricsServer
 from common.tls import Certificates
+from common.worker_token import tokens_of
 from worker.adapters import Adapters
 from worker.config import ConfigError, WorkerConfig
 from worker.detokenizer import TokenTable
@@ -108,7 +111,8 @@ class Worker:
             scheme=HashScheme(config.prefix_caching_hash_algo, config.block_size, config.hash_seed),
         )
         self._service = WorkerService(self.replica, self.drain)
-        self._server = WorkerServer(self._service, config.worker_token)
+        self._server = WorkerServer(self._service, tokens_of(config.worker_token))
+        self.beat = Beat()
         self._certificates: Certificates | None = None
         self._following: asyncio.Task[None] | None = None  # the files of the certificates
         self.listens = asyncio.Event()  # the address stands and Redis answers; the model is still to be loaded
@@ -133,6 +137,13 @@ class Worker:
 
     async def run(self, ready: Callable[[str], None] | None = None) -> int:
         """From start to exit code. What goes wrong is logged, not raised."""
+        beating = asyncio.create_task(self.beat.run(), name="beat")
+        try:
+            return await self._live(ready)
+        finally:
+            beating.cancel()
+
+    async def _live(self, ready: Callable[[str], None] | None) -> int:
         reporting: asyncio.Task[None] | None = None
         try:
             self._check_files_exist()
@@ -203,10 +214,17 @@ class Worker:
         loaded = await loading
         reporter = self._reporter
         assert reporter is not None
+        # Where no longest context was asked for the fleet's is as good, if this worker's pool holds it.
+        is_free = self._config.max_model_len is None
+        agreed = await reporter.join(self.replica.contract_of(loaded.card), may_shorten=is_free)
+        if agreed.max_model_len != loaded.card.max_model_len:
+            logger.info(
+                "max_model_len=%d: the fleet's; the pool holds %d", agreed.max_model_len, loaded.card.max_model_len
+            )
+            loaded = replace(loaded, card=replace(loaded.card, max_model_len=agreed.max_model_len))
         self.replica.card = loaded.card
         self.replica.max_num_batched_tokens = loaded.max_num_batched_tokens
         self.replica.host_tokens_per_s = loaded.host_tokens_per_s
-        await reporter.join(self.replica.contract())
         adapters = self._start_engine(loaded, reporter)
         for name, folder in self._config.own_adapters.items():
             await adapters.load_own(name, folder)
@@ -244,9 +262,9 @@ class Worker:
             adapters,
             RedisSource(
                 config.redis_url,
-                config.prewarm_from_fleet or config.fleet,
+                config.fleet,
                 password_file=config.redis_password_file,
-                own_fleet=config.fleet,
+                also_fleet=config.prewarm_from_fleet,
                 own_replica=config.replica_id,
             ),
             tokenizer=loaded.card.tokenizer_fingerprint,
@@ -317,7 +335,11 @@ class Worker:
             metrics.tell_expiry(self._certificates.expires_s)
         if config.metrics_port is not None:
             self._metrics_server = MetricsServer(
-                metrics.registry, self._why_not_ready, address=config.listen, port=config.metrics_port
+                metrics.registry,
+                self._why_not_ready,
+                self.beat.why_dead,
+                address=config.listen,
+                port=config.metrics_port,
             )
             logger.info("metrics=http://%s:%d/metrics", config.listen, self._metrics_server.port)
         adapters = Adapters(

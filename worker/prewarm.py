@@ -14,7 +14,7 @@ from array import array
 from collections.abc import Awaitable, Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import numpy as np
 from google.protobuf.message import DecodeError
@@ -37,6 +37,7 @@ PRIORITY = 1 << 20  # after everyone else's
 _MAX_AGE_S = 24 * 3600.0  # a router's key expires before
 _LOOK_PERIOD_S = 0.5
 _REDIS_TIMEOUT_S = 5.0
+_T = TypeVar("_T")
 
 
 class Source(Protocol):
@@ -103,6 +104,35 @@ async def fill(plan: Sequence[Ranked], compute: Compute, target: float, progress
     progress.ended = progress.ended or ("target" if progress.share >= target else "all")
 
 
+async def fill_unless_pressed(
+    plan: Sequence[Ranked],
+    compute: Compute,
+    target: float,
+    progress: Progress,
+    pressure: Callable[[], Awaitable[str]],
+) -> None:
+    """``fill``, which ends when ``pressure`` says why the fleet cannot wait. Raises what ``compute`` raises."""
+    filling = asyncio.create_task(fill(plan, compute, target, progress))
+    looking = asyncio.create_task(_until(pressure))
+    try:
+        await asyncio.wait([filling, looking], return_when=asyncio.FIRST_COMPLETED)
+        if looking.done():
+            progress.ended = f"pressed: {looking.result()}"
+        else:
+            filling.result()
+    finally:
+        filling.cancel()
+        looking.cancel()
+
+
+async def _until(pressure: Callable[[], Awaitable[str]]) -> str:
+    while True:
+        with contextlib.suppress(RedisError, OSError):  # what is not known is no reason to hurry
+            if reason := await pressure():
+                return reason
+        await asyncio.sleep(_LOOK_PERIOD_S)
+
+
 def make_plan(
     prefixes: Iterable[HotPrefix],
     *,
@@ -128,7 +158,7 @@ def make_plan(
 
 
 class RedisSource:
-    """The hot prefixes of one fleet, and the load of the fleets that serve now."""
+    """The hot prefixes of one fleet, of ``also_fleet`` too where that is given, and the load of both."""
 
     def __init__(
         self,
@@ -136,21 +166,24 @@ class RedisSource:
         fleet: str,
         *,
         password_file: Path | None = None,
-        own_fleet: str | None = None,
+        also_fleet: str | None = None,
         own_replica: str = "",
     ) -> None:
         self._clients: dict[str, Any] = {  # by prefix: two fleets may lie on two nodes of a cluster
             f"wf:{{{name}}}:": connect_redis(url, fleet=name, timeout_s=_REDIS_TIMEOUT_S, password_file=password_file)
-            for name in dict.fromkeys((fleet, own_fleet or fleet))
+            for name in dict.fromkeys((fleet, also_fleet or fleet))
         }
-        self._prefix = f"wf:{{{fleet}}}:"
         self._own_replica = own_replica
+        self._has_told = False
 
     async def sets(self) -> tuple[list[HotSet], int]:
-        """What each router of the fleet has written, and the time on Redis' clock in milliseconds."""
-        key, redis = f"{self._prefix}hot", self._clients[self._prefix]
+        """What each router has written, and the time on Redis' clock in milliseconds."""
+        answers = await self._ask_each(self._sets_of)
+        return [one for found, _ in answers for one in found], max(now_ms for _, now_ms in answers)
+
+    async def _sets_of(self, prefix: str, redis: Any) -> tuple[list[HotSet], int]:
+        key, found = f"{prefix}hot", []
         seconds, microseconds = await redis.time()
-        found: list[HotSet] = []
         for router in await redis.zrange(key, 0, -1):
             name = router.decode(errors="replace")  # others may write what is no UTF-8
             data = await redis.get(f"{key}:{name}")
@@ -169,14 +202,35 @@ class RedisSource:
 
     async def pressure(self) -> str:
         """Why the fleet cannot wait, by the leases of its replicas. Raises ``RedisError`` and ``OSError``."""
-        leases = []
+        return pressure_of(await self.others(self._own_replica))
+
+    async def others(self, replica: str) -> list[common_pb2.ReplicaLease]:
+        """The leases of all replicas but one. Raises ``RedisError`` and ``OSError``."""
+        answers = await self._ask_each(self._leases_of)
+        return [lease for leases in answers for lease in leases if lease.replica != replica]
+
+    async def _leases_of(self, prefix: str, redis: Any) -> list[common_pb2.ReplicaLease]:
+        leases: list[common_pb2.ReplicaLease] = []
+        names = [name.decode(errors="replace") for name in await redis.zrange(f"{prefix}replicas", 0, -1)]
+        values = await redis.mget([f"{prefix}replica:{name}" for name in names]) if names else ()
+        for data in values:
+            with contextlib.suppress(DecodeError):
+                leases += [common_pb2.ReplicaLease.FromString(data)] if data is not None else []
+        return leases
+
+    async def _ask_each(self, ask: Callable[[str, Any], Awaitable[_T]]) -> list[_T]:
+        """Each fleet's answer; one that the other fleet does not give (to our user, say) costs ours nothing."""
+        answers = []
         for prefix, redis in self._clients.items():
-            names = [name.decode(errors="replace") for name in await redis.zrange(f"{prefix}replicas", 0, -1)]
-            values = await redis.mget([f"{prefix}replica:{name}" for name in names]) if names else ()
-            for data in values:
-                with contextlib.suppress(DecodeError):
-                    leases += [common_pb2.ReplicaLease.FromString(data)] if data is not None else []
-        return pressure_of(lease for lease in leases if lease.replica != self._own_replica)
+            try:
+                answers.append(await ask(prefix, redis))
+            except (RedisError, OSError) as error:
+                if not answers:  # the first is the fleet itself
+                    raise
+                if not self._has_told:
+                    logger.warning("prewarm: cannot read the other fleet error=%r", str(error))
+                    self._has_told = True
+        return answers
 
     async def close(self) -> None:
         """Close the connections."""
@@ -188,11 +242,15 @@ class RedisSource:
 def pressure_of(others: Iterable[common_pb2.ReplicaLease]) -> str:
     """Why a fleet with these other replicas cannot wait; empty when it can."""
     ready = [lease for lease in others if lease.state == common_pb2.READY]
-    if not ready:
-        return "no other replica is ready"
+    return overload_of(ready) if ready else "no other replica is ready"
+
+
+def overload_of(leases: Iterable[common_pb2.ReplicaLease]) -> str:
+    """By how much the ready ones of these replicas have too much to do; empty where they have not."""
+    ready = [lease for lease in leases if lease.state == common_pb2.READY]
     speeds = [lease.load.prefill_tokens_per_s for lease in ready]
     waits_s = [lease.load.waiting_tokens / speed for lease, speed in zip(ready, speeds, strict=True) if speed]
-    mean_s = sum(waits_s) / len(ready)
+    mean_s = sum(waits_s) / max(1, len(ready))
     return f"{mean_s:.1f} s of prefill wait on each replica" if mean_s > PRESSED_WAIT_S else ""
 
 
@@ -254,24 +312,7 @@ class Prewarm:
         if not plan:
             progress.ended = "nothing is hot" if not prefixes else "no hot prefix fits"
             return
-        filling = asyncio.create_task(fill(plan, self._compute, self._target, progress))
-        looking = asyncio.create_task(self._until_pressed())
-        try:
-            await asyncio.wait([filling, looking], return_when=asyncio.FIRST_COMPLETED)
-            if looking.done():
-                progress.ended = f"pressed: {looking.result()}"
-            else:
-                filling.result()
-        finally:
-            filling.cancel()
-            looking.cancel()
-
-    async def _until_pressed(self) -> str:
-        while True:
-            with contextlib.suppress(RedisError, OSError):  # what is not known is no reason to hurry
-                if reason := await self._source.pressure():
-                    return reason
-            await asyncio.sleep(_LOOK_PERIOD_S)
+        await fill_unless_pressed(plan, self._compute, self._target, progress, self._source.pressure)
 
     async def _compute(self, prefix: HotPrefix) -> bool:
         ended: asyncio.Future[Ending] = asyncio.get_running_loop().create_future()

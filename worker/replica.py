@@ -68,7 +68,7 @@ class Replica:
     address: str = ""  # host:port, known once the server listens
     state: common_pb2.ReplicaState = common_pb2.STARTING
     fault: str = ""  # why it is not READY, where there is a reason
-    card: ModelCard | None = None  # None while it loads
+    card: ModelCard | None = None  # None until it has joined
     max_num_batched_tokens: int = 0
     host_tokens_per_s: float = 0.0
 
@@ -78,19 +78,23 @@ class Replica:
         return common_pb2.ReplicaState.Name(self.state)
 
     def contract(self) -> common_pb2.Contract:
-        """What the whole fleet must agree on. Only after the model is loaded."""
+        """What the whole fleet has agreed on. Only after this replica has joined it."""
         assert self.card is not None
+        return self.contract_of(self.card)
+
+    def contract_of(self, card: ModelCard) -> common_pb2.Contract:
+        """What the whole fleet would have to agree on."""
         return common_pb2.Contract(
-            model=self.card.model_fingerprint,
-            tokenizer=self.card.tokenizer_fingerprint,
-            dtype=self.card.dtype,
-            kv_cache_dtype=self.card.dtype if self.config.kv_cache_dtype == "auto" else self.config.kv_cache_dtype,
+            model=card.model_fingerprint,
+            tokenizer=card.tokenizer_fingerprint,
+            dtype=card.dtype,
+            kv_cache_dtype=card.dtype if self.config.kv_cache_dtype == "auto" else self.config.kv_cache_dtype,
             mode=self.config.mode,
-            max_model_len=self.card.max_model_len,
+            max_model_len=card.max_model_len,
             hash_algorithm=self.scheme.algorithm,
             hash_scheme=self.scheme.fingerprint(),
             block_size=self.scheme.block_size,
-            served_model_name=self.card.name,
+            served_model_name=card.name,
         )
 
     def lease(

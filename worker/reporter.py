@@ -126,19 +126,24 @@ class Reporter:
             raise RegistryError(f"--redis: cannot use Redis at {self._where}: {error}") from error
         self.is_connected = True
 
-    async def join(self, contract: common_pb2.Contract) -> None:
-        """Agree with the fleet, or set its contract. Raises ``ContractMismatchError`` or ``RegistryError``."""
+    async def join(self, contract: common_pb2.Contract, *, may_shorten: bool = False) -> common_pb2.Contract:
+        """Agree with the fleet, or set its contract; the one that holds now.
+
+        ``may_shorten``: where the fleet's longest context is shorter, take that. Raises ``ContractMismatchError`` or
+        ``RegistryError``.
+        """
         try:
             try:
-                await self._agree(contract)
+                agreed = await self._agree(contract, may_shorten)
             except ResponseError as error:
                 if not is_wrong_type(error):
                     raise
                 await self._repair()
-                await self._agree(contract)
+                agreed = await self._agree(contract, may_shorten)
         except (RedisError, OSError) as error:
             raise RegistryError(f"--redis: lost Redis at {self._where} while joining: {error}") from error
-        self._contract = contract
+        self._contract = agreed
+        return agreed
 
     def put(self, batch: EventBatch) -> None:
         """Send these events. When too many wait they are dropped, and a snapshot will take their place."""
@@ -304,7 +309,7 @@ class Reporter:
         logger.error("redis held no lease under key=%s: overwritten, number %d", self._lease_key, self.num_repairs)
         return ""
 
-    async def _agree(self, contract: common_pb2.Contract) -> None:
+    async def _agree(self, contract: common_pb2.Contract, may_shorten: bool = False) -> common_pb2.Contract:
         ours = contract.SerializeToString(deterministic=True)
         ttl_ms = _KEPT_LEASES * self._lease_ms
         while not await self._redis.set(self._contract_key, ours, px=ttl_ms, nx=True):
@@ -319,13 +324,14 @@ class Reporter:
                 )
                 await self._redis.delete(self._contract_key)
                 continue
-            differences = contract_differences(contract, known)
+            differences = contract_differences(_shortened(contract, known) if may_shorten else contract, known)
             if not differences:
-                return
+                return known
             raise ContractMismatchError(
                 f"this worker cannot join fleet {self._fleet}: {'; '.join(differences)}. Set what differs as the fleet "
                 f"has it, or name another --fleet; a fleet without living workers is forgotten after {ttl_ms / 1000:g}s"
             )
+        return contract
 
     async def _renew_snapshot(self) -> None:
         """Ask the engine for the cache's content, or write it once it has come. Heartbeats go on meanwhile."""
@@ -394,6 +400,14 @@ def contract_differences(ours: common_pb2.Contract, theirs: common_pb2.Contract)
     if ours.hash_scheme != theirs.hash_scheme and same_scheme:
         differences.append("the hash seed differs (WARMFRONT_HASH_SEED or --prefix-caching-hash-seed-file)")
     return differences
+
+
+def _shortened(contract: common_pb2.Contract, known: common_pb2.Contract) -> common_pb2.Contract:
+    """With the longest context of ``known``, where that is the shorter one."""
+    shortened = common_pb2.Contract()
+    shortened.CopyFrom(contract)
+    shortened.max_model_len = min(contract.max_model_len, known.max_model_len)
+    return shortened
 
 
 def _contract(stored: bytes | str | None) -> common_pb2.Contract | None:

@@ -14,7 +14,7 @@ import math
 import socket
 import time
 from array import array
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from typing import Any, NoReturn
 
 import grpc
@@ -396,10 +396,10 @@ def _logprobs(one: TokenLogprobs, table: TokenTable) -> inference_pb2.Logprobs:
 
 
 class TokenGuard(grpc.aio.ServerInterceptor):
-    """Lets in who knows the fleet's token, and anybody who asks for health."""
+    """Lets in who knows one of the fleet's tokens, and anybody who asks for health."""
 
-    def __init__(self, token: str) -> None:
-        self._wanted = f"Bearer {token}".encode()
+    def __init__(self, tokens: Sequence[str]) -> None:
+        self._known = [f"Bearer {token}".encode() for token in tokens]
 
         async def refuse(request: Any, context: Context) -> None:
             await context.abort(
@@ -417,7 +417,8 @@ class TokenGuard(grpc.aio.ServerInterceptor):
         if handler_call_details.method.startswith("/grpc.health.v1.Health/"):
             return await continuation(handler_call_details)
         given = dict(handler_call_details.invocation_metadata).get("authorization", "")
-        if not hmac.compare_digest(given.encode() if isinstance(given, str) else given, self._wanted):
+        shown = given.encode() if isinstance(given, str) else given
+        if not sum(hmac.compare_digest(shown, known) for known in self._known):  # none cuts it short
             return self._refuse
         return await continuation(handler_call_details)
 
@@ -425,8 +426,8 @@ class TokenGuard(grpc.aio.ServerInterceptor):
 class WorkerServer:
     """The listening server with the service and its health."""
 
-    def __init__(self, service: WorkerService, token: str | None) -> None:
-        self._server = grpc.aio.server(interceptors=[TokenGuard(token)] if token else [], options=SERVER_OPTIONS)
+    def __init__(self, service: WorkerService, tokens: Sequence[str]) -> None:
+        self._server = grpc.aio.server(interceptors=[TokenGuard(tokens)] if tokens else [], options=SERVER_OPTIONS)
         self._health = health_aio.HealthServicer()
         worker_pb2_grpc.add_WorkerServicer_to_server(service, self._server)
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)

@@ -146,7 +146,7 @@ async def test_hot_prefixes_of_a_fleet_on_another_node_are_found(cluster: Cluste
         name = f"fleet-{number}"
         by_node.setdefault((cluster.slot(name) > 5460) + (cluster.slot(name) > 10922), name)
     assert len(by_node) == 3
-    source = RedisSource(cluster.url, by_node[0], own_fleet=by_node[1])
+    source = RedisSource(cluster.url, by_node[0], also_fleet=by_node[1])
     found, now_ms = await source.sets()
     assert (found, now_ms > 0) == ([], True)
     assert await source.pressure() == "no other replica is ready"
@@ -380,7 +380,7 @@ async def test_the_documented_rights_suffice_for_each_part_and_no_more_than_that
                     await fleet.complete("once upon a time there was another " * 4)
                     await asyncio.sleep(0.1)
         await fleet.until_the_index_is_true()
-        source = RedisSource(url("reader"), "acl", own_fleet="acl")
+        source = RedisSource(url("reader"), "acl")
         await source.sets()
         await source.pressure()
         await source.close()

@@ -17,8 +17,8 @@ from typing import Any, TypeAlias
 import httpx
 import pytest
 
-from router.controller import STATUS_FILE, Controller, WatchTiming
-from router.launcher import MAX_STRIKES, Desired, Health
+from router.controller import STATUS_FILE, Controller
+from router.launcher import MAX_STRIKES, Desired, Health, Launcher
 from router.reconcile import Group
 
 ray = pytest.importorskip("ray")
@@ -87,13 +87,14 @@ def desired(*workers: WorkerSettings, redis_url: str = "redis://127.0.0.1:1/0", 
 
 
 @contextmanager
-def controlled(wish: Desired, folder: Path) -> Iterator[tuple[list[Desired], Callable[[], dict[str, Any]]]]:
-    """A controller of fake workers in this process; change the one wish in the list, call for its status."""
+def controlled(
+    wish: Desired, folder: Path, make_launcher: Callable[[Desired], Launcher] | None = None
+) -> Iterator[tuple[list[Desired], Callable[[], dict[str, Any]]]]:
+    """A controller here, of fake workers by default; change the one wish in the list, call for its status."""
     from tests.fakes.ray_worker import launcher
 
     wishes = [wish]
-    timing = WatchTiming(period_s=0.2, start_timeout_s=60)
-    controller = Controller(lambda: wishes[0], launcher, folder, timing)
+    controller = Controller(lambda: wishes[0], make_launcher or launcher, folder, period_s=0.2)
 
     def status() -> dict[str, Any]:
         path = folder / STATUS_FILE
@@ -160,6 +161,23 @@ def test_the_controller_replaces_a_worker_that_hangs(local_ray: None, tmp_path: 
         wait_for(lambda: part(status())["state"] == "READY" and part(status())["pid"] != pid)
 
 
+def test_the_controller_replaces_a_router_whose_servers_hang_while_ray_still_answers_for_it(
+    local_ray: None, redis_url: str, tmp_path: Path
+) -> None:
+    from tests.fakes.ray_router import launcher
+
+    settings = {"redis": redis_url, "fleet": "hung", "http_port": 0, "grpc_port": 0}
+    group = Group(role="router", count=1, settings=settings)
+    wish = Desired(fleet="hung", redis_url=redis_url, groups=(group,))
+    with controlled(wish, tmp_path, launcher) as (_, status):
+        wait_for(lambda: part(status(), "router-0")["state"] == "READY")
+        pid = part(status(), "router-0")["pid"]
+        ray.get(ray.get_actor(f"hung/router/router-0/{group.revision}").hang.remote())
+        wait_for(lambda: "its event loop has not turned" in part(status(), "router-0").get("error", ""))
+        wait_for(lambda: part(status(), "router-0")["restarts"] == 1)
+        wait_for(lambda: part(status(), "router-0")["state"] == "READY" and part(status(), "router-0")["pid"] != pid)
+
+
 def test_a_killed_worker_that_loads_for_longer_than_the_strikes_starts_once(local_ray: None, tmp_path: Path) -> None:
     with controlled(desired({"starts_s": 4.0, "loads_s": 2.0}), tmp_path) as (_, status):
         wait_for(lambda: part(status())["state"] == "READY")
@@ -194,8 +212,7 @@ def test_a_controller_that_is_killed_adopts_what_runs_and_goes_on(local_ray: Non
     from tests.fakes.ray_worker import launcher
 
     wish = desired(count=2)
-    timing = WatchTiming(period_s=0.2)
-    first = Controller(lambda: wish, launcher, tmp_path, timing)
+    first = Controller(lambda: wish, launcher, tmp_path, period_s=0.2)
     status_file = tmp_path / STATUS_FILE
     wait_for(lambda: status_file.exists() and json.loads(status_file.read_text())["groups"]["worker"]["ready"] == 2)
     pids = {one["name"]: one["pid"] for one in json.loads(status_file.read_text())["parts"]}
@@ -227,7 +244,7 @@ def test_an_orphan_whose_id_a_newer_boot_holds_stops_serving_and_does_not_come_b
     settings = {"redis": redis_url, "engine": "simulated", "model": "bytes", "kv_blocks": 100, "heartbeat": "200ms"}
     group = Group(role="worker", count=1, settings=settings)
     wish = Desired(fleet="default", redis_url=redis_url, groups=(group,))
-    controller = Controller(lambda: wish, RayLauncher, tmp_path, WatchTiming(period_s=0.2))
+    controller = Controller(lambda: wish, RayLauncher, tmp_path, period_s=0.2)
     status_file = tmp_path / STATUS_FILE
 
     def status() -> dict[str, Any]:

@@ -98,6 +98,57 @@ def test_one_that_drains_is_none_that_hangs(loop: Loop) -> None:
     assert (loop.workers()["held_out"], list(loop.launcher.parts)) == (["w0"], ["w1"])
 
 
+def test_one_that_somebody_drains_is_not_replaced_while_it_drains_either(loop: Loop) -> None:
+    loop.launcher.parts["w0"] = replace(loop.launcher.parts["w0"], state=DRAINING)
+    loop.look()
+    assert (loop.workers()["held_out"], loop.launcher.started) == (["w0"], ["w0", "w1"])
+
+
+def test_the_same_count_asked_for_again_brings_back_what_was_drained(loop: Loop) -> None:
+    loop.launcher.parts["w0"] = replace(loop.launcher.parts["w0"], state=DRAINING)
+    loop.look()
+    loop.wish = replace(loop.wish, groups=(replace(loop.wish.groups[0], attempt=1),))
+    loop.look()
+    assert (loop.workers()["held_out"], loop.workers()["ready"]) == ([], 2)
+
+
+def test_what_still_drains_when_the_count_is_asked_for_again_is_replaced_too(loop: Loop) -> None:
+    seen = loop.launcher.parts["w0"]
+    for _ in range(3):  # a drain that takes its time
+        loop.launcher.parts["w0"] = replace(seen, state=DRAINING)
+        loop.look(1)
+    loop.wish = replace(loop.wish, groups=(replace(loop.wish.groups[0], attempt=1),))
+    for _ in range(3):
+        loop.launcher.parts["w0"] = replace(seen, state=DRAINING)
+        loop.look(1)
+    loop.look()
+    assert (loop.workers()["held_out"], sorted(loop.launcher.parts)) == ([], ["w1", "w2"])
+
+
+def test_one_that_gives_no_answer_in_its_group_s_time_is_started_anew(loop: Loop) -> None:
+    hasty = replace(loop.wish.groups[0], count=3, start_s=0)
+    loop.launcher.silent = {"w2", "w3"}
+    loop.wish = replace(loop.wish, groups=(hasty,))
+    loop.look(MAX_STRIKES + 2)
+    assert loop.launcher.replaced == ["w2"]
+    patient = Loop(loop.folder, replace(loop.wish, groups=(replace(hasty, count=4, start_s=600),)), loop.launcher)
+    patient.look(3 * MAX_STRIKES)
+    assert "w3" in loop.launcher.started
+    assert "w3" not in loop.launcher.replaced
+
+
+def test_a_controller_that_starts_in_the_middle_of_a_roll_takes_no_drain_for_somebody_else_s(loop: Loop) -> None:
+    loop.launcher.stays = True  # what drains takes its time
+    loop.wish = wish(kind="new")
+    while not any(seen.state == DRAINING for seen in loop.launcher.parts.values()):
+        loop.look(1)
+    after = Loop(loop.folder, loop.wish, loop.launcher)
+    after.look(2)
+    loop.launcher.stays = False
+    after.look(12)
+    assert (after.workers()["phase"], after.workers()["ready"], after.workers()["held_out"]) == ("steady", 2, [])
+
+
 def test_the_next_controller_knows_what_to_go_back_to(loop: Loop) -> None:
     good = loop.wish.groups[0].revision
     loop.launcher.faults = {wish(kind="bad").groups[0].revision: "it cannot be"}
@@ -147,3 +198,15 @@ def test_workers_follow_the_work_that_waits_and_a_new_controller_keeps_their_num
     after = Loop(tmp_path, loop.wish, loop.launcher)
     assert (after.look()["groups"]["worker"]["count"], len(after.launcher.parts)) == (4, 4)
     assert all(seen.state == READY for seen in after.launcher.parts.values())
+
+
+def test_a_new_controller_does_not_count_what_a_roll_adds_to_an_autoscaled_fleet(tmp_path: Path) -> None:
+    autoscale = Autoscale(min=2, max=9)
+    loop = Loop(tmp_path, wish(2, autoscale=autoscale))
+    loop.look()
+    loop.launcher.stays = True
+    loop.wish = wish(2, autoscale=autoscale, kind="new")
+    while len(loop.launcher.parts) < 3:
+        loop.look(1)
+    after = Loop(tmp_path, loop.wish, loop.launcher)
+    assert after.look(2)["groups"]["worker"]["count"] == 2

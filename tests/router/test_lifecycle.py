@@ -279,6 +279,52 @@ async def test_sigterm_ends_running_streams_normally_and_takes_no_new_ones(clust
             process.stdout.close()
 
 
+async def test_a_router_that_drains_serves_until_its_notice_is_over_and_then_holds_no_client(cluster: Cluster) -> None:
+    await cluster.add_worker("w0")
+    router = await cluster.add_router(drain_notice_s=1.5)
+    assert "connection" not in (await cluster.http.post("/v1/completions", json=BODY)).headers
+    draining = asyncio.create_task(router.drain())
+    await until(lambda: bool(router._http.why_not_ready()))
+    for _ in range(3):
+        async with httpx.AsyncClient(base_url=cluster.endpoints[0].http, timeout=30) as newcomer:
+            answer = await newcomer.post("/v1/completions", json=BODY)
+        assert (answer.status_code, answer.headers["connection"]) == (200, "close")
+    assert (await cluster.http.get("/readyz")).text == "draining\n"
+    assert not draining.done()
+    await draining
+    with pytest.raises(httpx.ConnectError):
+        async with httpx.AsyncClient(base_url=cluster.endpoints[0].http) as late:
+            await late.get("/healthz")
+
+
+async def test_what_must_queue_during_the_notice_is_not_sent_away(cluster: Cluster) -> None:
+    await cluster.add_worker("w0", decode_s=0.02)
+    router = await cluster.add_router(drain_notice_s=2.0, replica_requests=1)
+    running = asyncio.create_task(replica_of(cluster, max_tokens=30))
+    await until(lambda: cluster.load > 0)
+    draining = asyncio.create_task(router.drain())
+    await until(lambda: bool(router._http.why_not_ready()))
+    assert await replica_of(cluster, prompt="one that waits for its turn " * 4) == "w0"
+    assert await running == "w0"
+    await draining
+
+
+async def test_the_routers_of_a_new_fleet_wait_for_more_than_its_first_replica(cluster: Cluster) -> None:
+    await cluster.add_router(wait=False, min_ready_replicas=2)
+    first = await cluster.add_worker("w0")
+    await until(lambda: "w0" in cluster.router.fleet.ready)
+    assert "1 of 2 replicas that a new fleet begins with" in cluster.router.fleet.why_not_ready()
+    await cluster.add_worker("w1")
+    await until(lambda: not cluster.router.fleet.why_not_ready())
+    for number in range(4):
+        await replica_of(cluster, prompt=f"{number} and so on " * 20)
+    await first.stop()
+    await until(lambda: "w0" not in cluster.router.fleet.ready)
+    assert not cluster.router.fleet.why_not_ready(), "what dies later closes it no more"
+    late = await cluster.add_router(wait=False, min_ready_replicas=2)
+    await until(lambda: not late.fleet.why_not_ready())  # the other one serves
+
+
 async def test_a_taken_port_is_exit_code_2(cluster: Cluster) -> None:
     await cluster.add_router(wait=False)
     taken = int(cluster.endpoints[0].http.rpartition(":")[2])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -56,6 +57,41 @@ def test_the_example_of_the_documents_is_read() -> None:
     assert desired.groups[1].rollout.when_below_s == 0.5
 
 
+@pytest.mark.parametrize("value", ["2026-11-01", "2026-11-01 10:00:00", "12:30", "1e3", "0x10", "on", "~"])
+def test_words_that_yaml_takes_for_something_else_are_settings_all_the_same(value: str) -> None:
+    settings = yaml.safe_load(f"served-model-name: {value}\n")
+    group = parse(worker(settings={"engine": "simulated", **settings})).groups[1]
+    assert json.dumps([group.revision, dict(group.settings)]), "a controller writes them down"
+
+
+def test_a_date_is_the_text_that_it_was(tmp_path: Path) -> None:
+    path = tmp_path / "desired.yaml"
+    path.write_text(yaml.safe_dump(content()) + "suffix: x\n")
+    path.write_text(path.read_text().replace("engine: simulated", "served-model-name: 2026-11-01"))
+    assert read_desired(path).groups[1].settings["served_model_name"] == "2026-11-01"
+
+
+@pytest.mark.parametrize("text", ["kv-blocks: 2026-13-45", "kv-blocks: !!int ''", "a: &a [*a]", "[" * 3000, "\x00"])
+def test_yaml_that_is_none_is_refused_as_such(tmp_path: Path, text: str) -> None:
+    path = tmp_path / "desired.yaml"
+    path.write_text(text)
+    with pytest.raises(ValueError, match=r"desired\.yaml"):
+        read_desired(path)
+
+
+def test_how_long_a_start_may_take_is_no_part_of_the_settings() -> None:
+    routers, workers = parse(content()).groups
+    assert (routers.start_s, workers.start_s, workers.attempt) == (120, 600, 0)
+    values = content()["workers"]
+    patient = parse(content(workers={**values, "start-deadline": "20m", "attempt": 3})).groups[1]
+    assert (patient.start_s, patient.attempt, patient.revision) == (1200, 3, workers.revision)
+
+
+def test_a_router_has_its_notice_and_then_its_answers_time_to_drain() -> None:
+    settings = {"http-port": 0, "grpc-port": 0, "drain-deadline": "20s", "drain-notice": "6s"}
+    assert parse(content(routers={"count": 1, "settings": settings})).groups[0].drain_s == 26
+
+
 def test_a_role_may_be_somebody_else_s() -> None:
     assert [group.role for group in parse(content(workers=None)).groups] == ["router"]
     assert [group.role for group in parse(content(routers=None)).groups] == ["worker"]
@@ -87,6 +123,13 @@ def worker(**values: Any) -> dict[str, Any]:
         (worker(settings={"model": ["a"]}), "workers.settings.model: takes one value"),
         (worker(settings={"drain-deadline": 5}), "workers.settings.drain-deadline: '?5'? is no duration"),
         (worker(settings={"heartbeat": "5s"}), "workers.settings: --heartbeat 5s"),
+        (worker(settings={"kv-blocks": 10**12}), "workers.settings.kv-blocks: .* is not in the range"),
+        (worker(settings={"host-kv-blocks": 10**12}), "workers.settings.host-kv-blocks: .* is not in the range"),
+        (worker(settings={"gpu-memory-utilization": float("nan")}), "gpu-memory-utilization: nan is no number"),
+        (worker(settings={"model": b"a"}), "workers.settings.model: takes one value"),
+        (worker(num_gpus=float("inf")), "workers.num-gpus: inf is no number"),
+        (worker(**{"start-deadline": 5}), "workers.start-deadline: '?5'? is no duration"),
+        (worker(attempt=-1), "workers.attempt"),
         (worker(rollout={"surge": -1}), "workers.rollout.surge"),
         (worker(rollout={"batches": 2}), r"workers.rollout.batches: no such key; is batch meant\?"),
         (worker(rollout={"when-below": "much"}), "workers.rollout.when-below"),

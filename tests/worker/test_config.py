@@ -26,6 +26,7 @@ def config(**more: Any) -> WorkerConfig:
         ({"listen": "10.0.0.1", "insecure_listen": True}, "--worker-token-file"),
         ({"listen": "0.0.0.0", "insecure_listen": True, "worker_token": "long enough"}, "--advertise"),
         ({"worker_token": "short"}, "--worker-token-file"),
+        ({"worker_token": "long enough\nshort"}, "--worker-token-file"),
         ({"prefix_caching_hash_algo": "md5"}, "--prefix-caching-hash-algo"),
         ({"prefix_caching_hash_algo": "xxhash"}, "WARMFRONT_HASH_SEED"),
         ({"block_size": 4}, "--block-size 4"),

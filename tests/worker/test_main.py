@@ -14,6 +14,7 @@ import threading
 import urllib.request
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import grpc
 import pytest
@@ -26,6 +27,7 @@ from tests.worker.served import config_for, serve
 from worker.config import WorkerConfig
 from worker.main import EXIT_FAILED, EXIT_OK, EXIT_WRONG_USE, Worker
 from worker.replica import Loaded, Progress
+from worker.simulated import BYTES
 
 ROOT = Path(__file__).parents[2]
 PROMPT = list(range(100, 140))
@@ -155,6 +157,28 @@ async def test_a_worker_that_differs_from_its_fleet_is_refused(
         other = Worker(config_for(valkey_url, fleet=config.fleet, replica_id="w1", **settings), fake_loader())
         assert await other.run() == EXIT_WRONG_USE
     assert words in other.replica.fault
+
+
+async def test_a_worker_with_a_larger_pool_takes_the_longest_context_of_its_fleet(valkey_url: str) -> None:
+    def settings(fleet: str, name: str, kv_blocks: int) -> WorkerConfig:
+        more: dict[str, Any] = {"engine": "simulated", "model": BYTES, "prewarm": False}
+        return config_for(valkey_url, fleet=fleet, replica_id=name, kv_blocks=kv_blocks, **more)
+
+    worker = Worker(settings("pools", "w0", 100))
+    running = asyncio.create_task(worker.run())
+    await until_state(settings("pools", "w0", 100), common_pb2.READY)
+    larger = Worker(settings("pools", "w1", 200))
+    larger_running = asyncio.create_task(larger.run())
+    await until_state(settings("pools", "w1", 200), common_pb2.READY)
+    lease = await lease_of(settings("pools", "w1", 200))
+    assert lease is not None
+    assert (lease.limits.max_model_len, lease.contract.max_model_len, lease.cache.kv_blocks) == (1600, 1600, 200)
+    smaller = Worker(settings("pools", "w2", 50))
+    assert await smaller.run() == EXIT_WRONG_USE
+    assert "max_model_len is 800 here and 1600 in the fleet" in smaller.replica.fault
+    for one in (worker, larger):
+        one.drain()
+    assert await running == await larger_running == EXIT_OK
 
 
 async def test_two_workers_of_one_fleet_get_along(valkey_url: str) -> None:

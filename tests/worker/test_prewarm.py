@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import urllib.request
 from array import array
 from collections.abc import AsyncIterator, Sequence
@@ -33,12 +34,16 @@ HOT = [HotPrefix(packed(SYSTEM), 40.0), HotPrefix(packed(OTHER), 2.0)]
 
 
 async def write_hot(
-    config: WorkerConfig, prefixes: Sequence[HotPrefix] = HOT, tokenizer: str = "tokenizer", data: bytes | None = None
+    config: WorkerConfig,
+    prefixes: Sequence[HotPrefix] = HOT,
+    tokenizer: str = "tokenizer",
+    data: bytes | None = None,
+    fleet: str = "",
 ) -> None:
     """As a router does."""
     client: Any = aioredis.from_url(config.redis_url)
     seconds, _ = await client.time()
-    key = f"wf:{{{config.prewarm_from_fleet or config.fleet}}}:hot"
+    key = f"wf:{{{fleet or config.fleet}}}:hot"
     await client.set(f"{key}:r0", data or encode_hot(by_value(prefixes, 1 << 20), seconds * 1000, tokenizer))
     await client.zadd(key, {"r0": seconds * 1000})
     await client.aclose()
@@ -115,9 +120,26 @@ async def test_without_prewarm_a_new_worker_is_cold(first: WorkerConfig) -> None
 
 async def test_another_fleet_s_hot_prefixes_are_taken_when_asked(first: WorkerConfig) -> None:
     config = config_for(first.redis_url, prewarm_from_fleet=first.fleet)
-    await write_hot(config)
+    await write_hot(first)
     async with serve(config) as served:
         assert (await served.client.generate(PROMPT, sampling={"max_tokens": 1})).usage.cached_tokens == len(SYSTEM)
+
+
+@pytest.mark.parametrize("old_is_there", [False, True])
+async def test_what_the_own_fleet_finds_hot_counts_beside_the_other_fleet_s(
+    first: WorkerConfig, old_is_there: bool
+) -> None:
+    config = second_of(first, prewarm_from_fleet="the-old-one" if not old_is_there else f"{first.fleet}-old")
+    await write_hot(config, HOT[:1])
+    if old_is_there:
+        await write_hot(config, HOT[1:], fleet=config.prewarm_from_fleet or "")
+    config = dataclasses.replace(config, prewarm_target=1.0)
+    async with serve(config) as served:
+        cached = [
+            (await served.client.generate([*prompt, 7], sampling={"max_tokens": 1})).usage.cached_tokens
+            for prompt in (SYSTEM, OTHER)
+        ]
+    assert cached == [len(SYSTEM), len(OTHER) if old_is_there else 0]
 
 
 @pytest.mark.parametrize(

@@ -310,6 +310,26 @@ async def test_a_worker_that_differs_is_refused_with_both_values_of_each_field(v
     await source.stop()
 
 
+async def test_who_may_shorten_takes_the_fleet_s_longest_context_and_no_other_difference(valkey_url: str) -> None:
+    def contract(max_model_len: int, dtype: str = "float32") -> common_pb2.Contract:
+        return common_pb2.Contract(model="m", block_size=16, max_model_len=max_model_len, dtype=dtype)
+
+    one = Source(valkey_url)
+    other = Source(valkey_url, fleet=one.fleet)
+    assert await one.reporter.join(contract(1000), may_shorten=True) == contract(1000)
+    assert await other.reporter.join(contract(1100), may_shorten=True) == contract(1000)
+    for differing, may_shorten, words in (
+        (contract(1100), False, "max_model_len is 1100 here and 1000 in the fleet"),
+        (contract(900), True, "max_model_len is 900 here and 1000 in the fleet"),
+        (contract(1100, "another"), True, "dtype is another"),
+    ):
+        with pytest.raises(ContractMismatchError, match=words):
+            await other.reporter.join(differing, may_shorten=may_shorten)
+    for source in (one, other):
+        await source.reporter.close()
+        await source.redis.aclose()
+
+
 def test_another_seed_is_called_by_its_name() -> None:
     other = common_pb2.Contract()
     other.CopyFrom(CONTRACT)

@@ -115,6 +115,18 @@ async def test_every_call_but_health_needs_the_token(valkey_url: str) -> None:
         await stranger.channel.close()
 
 
+async def test_while_the_token_is_changed_the_old_and_the_new_one_count(valkey_url: str) -> None:
+    async with serve(config_for(valkey_url, worker_token="the-old-token\n\n the-new-token \n")) as served:
+        for token in ("the-old-token", "the-new-token"):
+            client = Client(served.address, token=token)
+            assert (await client.generate(PROMPT, sampling={"max_tokens": 1})).usage.prompt_tokens == 40
+            await client.channel.close()
+        for token in ("the-old-token\nthe-new-token", "", "the-old-toke"):
+            stranger = Client(served.address, token=token.replace("\n", " "))
+            assert (await stranger.fail(PROMPT)).code() is grpc.StatusCode.UNAUTHENTICATED
+            await stranger.channel.close()
+
+
 async def get_replica(client: Client) -> worker_pb2.GetReplicaResponse:
     reply: worker_pb2.GetReplicaResponse = await client.stub.GetReplica(
         worker_pb2.GetReplicaRequest(), metadata=client.metadata

@@ -1,0 +1,61 @@
+"""A loop that hangs is told of from outside it: by threads, by the metrics port, by a file."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import threading
+import time
+import urllib.error
+import urllib.request
+from pathlib import Path
+
+import pytest
+from prometheus_client import CollectorRegistry
+
+from common.beat import Beat, why_dead
+from common.metrics_server import MetricsServer
+
+
+def healthz(port: int) -> tuple[int, str]:
+    try:
+        with urllib.request.urlopen(f"http://127.0.0.1:{port}/healthz", timeout=10) as answer:
+            return answer.status, answer.read().decode()
+    except urllib.error.HTTPError as error:
+        return error.code, error.read().decode()
+
+
+async def test_a_loop_that_hangs_is_seen_and_one_that_turns_again_is_well(tmp_path: Path) -> None:
+    beat = Beat(tmp_path / "alive")
+    server = MetricsServer(CollectorRegistry(), lambda: "", beat.why_dead, address="127.0.0.1", port=0)
+    beating = asyncio.create_task(beat.run())
+    await asyncio.sleep(0.1)
+    assert (beat.why_dead(), why_dead(tmp_path / "alive")) == ("", "")
+    assert await asyncio.to_thread(healthz, server.port) == (200, "ok\n")
+    seen: list[tuple[str, str, tuple[int, str]]] = []
+
+    def look() -> None:
+        while not beat.why_dead():
+            time.sleep(0.05)
+        time.sleep(0.2)
+        seen.append((beat.why_dead(), why_dead(tmp_path / "alive"), healthz(server.port)))
+
+    looking = threading.Thread(target=look)
+    looking.start()
+    looking.join()  # here, in the loop
+    inside, outside, (code, _) = seen[0]
+    assert "its event loop has not turned for 3 s" in inside
+    assert "its event loop has not turned for 3 s" in outside
+    assert code == 503
+    while beat.why_dead():
+        await asyncio.sleep(0.05)
+    beating.cancel()
+    server.stop()
+
+
+def test_a_beat_s_file_is_none_until_it_beats(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError):
+        why_dead(tmp_path / "alive")
+    (tmp_path / "alive").touch()
+    os.utime(tmp_path / "alive", (time.time() - 60, time.time() - 60))
+    assert "60 s" in why_dead(tmp_path / "alive")
