@@ -18,6 +18,7 @@ from warmfront.preflight import find_model
 from warmfront.wishes import Wishes, cluster_options, find, key_of, wait
 
 _REPORT_MARGIN_S = 120.0  # for the controller to take up the file, and to roll back
+_NO_TEXT = (click.types.BoolParamType, click.types.IntParamType, click.types.FloatParamType)
 # What replicas must share to answer for each other: another value makes another fleet.
 _CONTRACT = (
     "served_model_name",
@@ -175,10 +176,10 @@ def _typed(flag: Flag, value: str) -> Any:
     if flag.multiple:
         return [part.strip() for part in value.strip("[]").split(",")]
     kind: click.ParamType[Any] = click.types.convert_type(flag.type)
-    if not isinstance(kind, click.types.BoolParamType | click.types.IntParamType | click.types.FloatParamType):
+    if not isinstance(kind, _NO_TEXT):
         return value
     try:
-        return kind.convert(value, None, None)
+        return kind(value)
     except click.BadParameter:
         return value
 
