@@ -4,9 +4,12 @@ May be stale, is never needed for correctness. It takes each replica's snapshot 
 skips what it has seen, and says when something is missing.
 
 All chains of all replicas share one tree. A node is a *run*: keys that follow one another, in one packed array. What
-a replica holds of a run is nearly always its first n blocks, since replicas evict chain ends first: one small number
-per run and replica. Anything else (a gap, a host tier that holds the far end) is a bit mask, so it is exact too. A
-look-up compares a prompt with whole runs, not key by key. Branches hang at positions of a run, so runs never split.
+a replica holds of a run is one integer (``cache.held``). A look-up compares a prompt with whole runs, not key by key.
+Branches hang at positions of a run, so runs never split.
+
+Events tell the first copy of a block that comes to a tier and the last that goes, so what they tell is always news. An
+event that is none (a block stored that stands here already, one removed that does not) shows that the index was wrong
+before it, be the count right or not: such a batch is applied and called ``CONTRADICTED``.
 """
 
 from __future__ import annotations
@@ -14,17 +17,15 @@ from __future__ import annotations
 from array import array
 from collections.abc import Mapping
 from enum import Enum
-from typing import NamedTuple, TypeAlias
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 from cache.block_hash import ROOT_KEY
 from cache.events import Cleared, EventBatch, Removed, ReplicaId, Snapshot, Stored, Tier
+from cache.held import Held, either, front_of, is_canonical, length_of, num_held, with_range, without_range
 from cache.key_table import ABSENT, KeyTable
-
-Held: TypeAlias = int
-"""Which blocks of a run are held: n >= 0 for its first n, and ~mask, below 0, for any other set."""
 
 
 class Depths(NamedTuple):
@@ -42,6 +43,8 @@ class Outcome(Enum):
     """All of it was known, or it comes from a generation that has gone."""
     GAP = "gap"
     """Something before it is missing: nothing was applied, load a snapshot."""
+    CONTRADICTED = "contradicted"
+    """Applied, and what stood here before cannot have been right: load a snapshot."""
 
 
 class _Run:
@@ -61,7 +64,7 @@ class _Run:
 
 
 class _Replica:
-    __slots__ = ("generation", "is_complete", "num_bad_events", "num_blocks", "runs", "seq")
+    __slots__ = ("generation", "is_complete", "is_contradicted", "num_bad_events", "num_blocks", "runs", "seq")
 
     def __init__(self, generation: str, seq: int) -> None:
         self.generation = generation
@@ -69,6 +72,7 @@ class _Replica:
         self.num_blocks = [0, 0]
         self.num_bad_events = 0
         self.is_complete = True
+        self.is_contradicted = False  # by an event of the batch that is being applied
         self.runs: set[_Run] = set()
 
 
@@ -86,6 +90,7 @@ class PrefixIndex:
 
     def __init__(self, max_blocks: int = 16_000_000) -> None:
         self.max_blocks = max_blocks
+        self._roomy = max_blocks * 9 // 10
         self._replicas: dict[ReplicaId, _Replica] = {}
         self._dropped: dict[ReplicaId, str] = {}
         self._roots: dict[int, _Run] = {}
@@ -157,6 +162,20 @@ class PrefixIndex:
         state = self._replicas.get(replica)
         return state.is_complete if state else True
 
+    def has_room(self, num_blocks: int) -> bool:
+        """Whether so many more blocks can be taken in without others being forgotten soon."""
+        return len(self._places) + num_blocks <= self._roomy
+
+    def num_parentless(self) -> int:
+        """Blocks that match nothing since what comes before them was never told. Linear in them."""
+        count = 0
+        waiting = [run for siblings in self._orphans.values() for run in siblings.values()]
+        while waiting:
+            run = waiting.pop()
+            count += len(run.keys)
+            waiting += (run.branches or {}).values()
+        return count
+
     def replicas(self) -> list[ReplicaId]:
         """Everyone who is known."""
         return list(self._replicas)
@@ -185,7 +204,7 @@ class PrefixIndex:
 
         Generations sort by age. A batch of an older one, or of one that was dropped, is ``STALE``; the first batch
         (event 1) of a new one replaces what was known; anything else that does not join on is a ``GAP``. One bad
-        event is counted and skipped.
+        event is counted and skipped. Of a replica whose blocks were partly forgotten nothing is ``CONTRADICTED``.
         """
         state = self._replicas.get(replica)
         if state is None and batch.generation <= self._dropped.get(replica, ""):
@@ -201,6 +220,7 @@ class PrefixIndex:
             return Outcome.STALE
         elif batch.first_seq > state.seq + 1:
             return Outcome.GAP
+        was_complete, state.is_contradicted = state.is_complete, False
         for event in batch.events[state.seq + 1 - batch.first_seq :]:
             if isinstance(event, Stored):
                 self._store(replica, state, event)
@@ -212,7 +232,12 @@ class PrefixIndex:
                 state.num_bad_events += 1
         state.seq = batch.last_seq
         self._stay_within_bound()
-        return Outcome.APPLIED
+        return Outcome.CONTRADICTED if was_complete and state.is_contradicted else Outcome.APPLIED
+
+    def skip_to(self, replica: ReplicaId, seq: int) -> None:
+        """Go on after event ``seq``, as if those before it that are missing had said nothing."""
+        state = self._replicas[replica]
+        state.seq = max(state.seq, seq)
 
     def drop(self, replica: ReplicaId) -> None:
         """The replica has gone: forget it, and let no late event of that generation bring it back.
@@ -246,11 +271,10 @@ class PrefixIndex:
             assert len(run.keys) == _needed_length(run)
             for tier, held in enumerate(run.held):
                 for replica, what in held.items():
-                    mask = _mask_of(what)
-                    assert what and mask.bit_length() <= len(run.keys)
-                    assert what > 0 or not _is_front(mask)
+                    assert what and length_of(what) <= len(run.keys)
+                    assert is_canonical(what)
                     assert run in self._replicas[replica].runs
-                    counted[replica][tier] += mask.bit_count()
+                    counted[replica][tier] += num_held(what)
         for replica, state in self._replicas.items():
             assert state.num_blocks == counted[replica]
             assert all(replica in run.held[0] or replica in run.held[1] for run in state.runs)
@@ -294,6 +318,7 @@ class PrefixIndex:
             if not fresh or self._ends_in_a_circle(run, fresh):
                 # A key that stands after another parent, or twice: the hashes of one scheme cannot do that.
                 state.num_bad_events += 1
+                state.is_contradicted = True
                 return
             parent = self._grow(replica, state, event.tier, run, position, above, fresh)
             position = len(parent.keys) - 1
@@ -344,16 +369,11 @@ class PrefixIndex:
         run.used = self._tick
         held = run.held[tier]
         before = held.get(replica, 0)
-        if start <= before:  # so the front only gets longer
-            after = max(before, end)
-            num_new = after - before
-        else:
-            mask = _mask_of(before)
-            wider = mask | (1 << end) - (1 << start)
-            after = _held_of(wider)
-            num_new = wider.bit_count() - mask.bit_count()
-        held[replica] = after
+        held[replica] = after = with_range(before, start, end)
         state.runs.add(run)
+        num_new = num_held(after) - num_held(before)
+        if num_new != end - start:
+            state.is_contradicted = True
         self._count(state, tier, num_new)
 
     def _remove(self, replica: ReplicaId, state: _Replica, event: Removed) -> None:
@@ -363,6 +383,7 @@ class PrefixIndex:
         while done < len(keys):
             run, position = self._locate(keys[done])
             if run is None:
+                state.is_contradicted = True
                 done += 1
                 continue
             count = 1
@@ -374,17 +395,13 @@ class PrefixIndex:
             done += count
 
     def _release(self, replica: ReplicaId, state: _Replica, run: _Run, tier: Tier, start: int, end: int) -> None:
-        before = run.held[tier].get(replica)
-        if before is None:
+        before = run.held[tier].get(replica, 0)
+        after = without_range(before, start, end)
+        num_gone = num_held(before) - num_held(after)
+        if num_gone != end - start:
+            state.is_contradicted = True
+        if not num_gone:
             return
-        if end == before:
-            after = start
-            num_gone = end - start
-        else:
-            mask = _mask_of(before)
-            rest = mask & ~((1 << end) - (1 << start))
-            after = _held_of(rest)
-            num_gone = mask.bit_count() - rest.bit_count()
         self._set_held(replica, state, run, tier, after)
         self._count(state, tier, -num_gone)
         self._trim(run)
@@ -446,6 +463,7 @@ class PrefixIndex:
         self._num_host_blocks -= state.num_blocks[Tier.HOST]
         state.runs.clear()
         state.num_blocks = [0, 0]
+        state.is_complete = True
 
     def _stay_within_bound(self) -> None:
         """Forget the runs unused for longest that nothing hangs at, until a tenth of the bound is free."""
@@ -454,13 +472,13 @@ class PrefixIndex:
                 (run for run in self._runs if run is not None and run.branches is None), key=lambda run: run.used
             )
             for run in leaves:
-                if len(self._places) <= self.max_blocks * 9 // 10:
+                if len(self._places) <= self._roomy:
                     break
                 for tier, held in enumerate(run.held):
                     for replica, what in list(held.items()):
                         state = self._replicas[replica]
                         state.is_complete = False
-                        self._count(state, tier, -_mask_of(what).bit_count())
+                        self._count(state, tier, -num_held(what))
                         self._set_held(replica, state, run, tier, 0)
                 self._trim(run)
 
@@ -499,7 +517,7 @@ def _reach(held: Mapping[ReplicaId, Held], depths: dict[ReplicaId, int], start: 
     reached = False
     for replica, what in held.items():
         if not start or depths.get(replica) == start:
-            front = what if what >= 0 else _front_of(~what)
+            front = what if what >= 0 else front_of(what)
             if front >= num_same:
                 front = num_same
                 reached = True
@@ -513,30 +531,7 @@ def _union(run: _Run) -> Mapping[ReplicaId, Held]:
     device, host = run.held
     if not host:
         return device
-    return dict(device) | {
-        replica: _held_of(_mask_of(device.get(replica, 0)) | _mask_of(host[replica])) for replica in host
-    }
-
-
-def _mask_of(held: Held) -> int:
-    return (1 << held) - 1 if held >= 0 else ~held
-
-
-def _held_of(mask: int) -> Held:
-    return mask.bit_length() if _is_front(mask) else ~mask
-
-
-def _is_front(mask: int) -> bool:
-    return not mask & mask + 1
-
-
-def _front_of(mask: int) -> int:
-    """How many of the lowest bits are set without a gap."""
-    return (~mask & mask + 1).bit_length() - 1
-
-
-def _length_of(held: Held) -> int:
-    return held if held >= 0 else (~held).bit_length()
+    return dict(device) | {replica: either(device.get(replica, 0), host[replica]) for replica in host}
 
 
 def _needed_length(run: _Run) -> int:
@@ -545,7 +540,7 @@ def _needed_length(run: _Run) -> int:
     length = 0
     for held in run.held:
         for what in held.values():
-            length = max(length, _length_of(what))
+            length = max(length, length_of(what))
             if length == full:
                 return full
     if run.branches is not None:

@@ -7,7 +7,7 @@ import pytest
 from cache.block_hash import BlockHash, HashScheme
 from cache.events import Cleared, RemovalReason, Removed, Stored, Tier
 from cache.prefix_cache import BlockCopies, PrefixCache
-from cache.prefix_index import PrefixIndex
+from cache.prefix_index import Outcome, PrefixIndex
 from cache.retention import Retention, RetentionBudget
 from tests.cache.support import SCHEME, EventLog, chain, resident_of, run
 
@@ -189,7 +189,7 @@ def test_an_index_that_reads_every_event_equals_one_that_loads_the_snapshot() ->
         run(cache, step, tokens, step)
         batch = cache.take_events()
         if batch is not None:
-            index.apply("w0", batch)
+            assert index.apply("w0", batch) is Outcome.APPLIED
             log.read(batch)
         if step % 100 == 99:
             index.check_invariants()

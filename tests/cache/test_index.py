@@ -4,7 +4,7 @@ import hashlib
 import os
 import random
 from array import array
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -181,6 +181,43 @@ def test_late_events_of_a_dropped_replica_do_not_bring_it_back() -> None:
     assert index.apply("w0", batch(2, stored([1]), generation="g1")) is Outcome.STALE
 
 
+def test_an_event_that_is_no_news_shows_that_the_index_was_wrong() -> None:
+    index = PrefixIndex()
+    assert index.apply("w0", batch(1, stored([1, 2, 3]), stored([1, 9], start=1))) is Outcome.APPLIED
+    again = [
+        batch(3, stored([1, 2])),  # stands here already
+        batch(4, stored([1, 2, 3, 4], start=1)),  # its front does
+        batch(5, removed([8], 0)),  # never stored
+        batch(6, removed([1, 2, 3, 4, 5], 4, 3)),  # one of the two
+        batch(7, removed([1, 2], 0, tier=HOST)),  # it is on the device
+        batch(8, Stored(0, keys_of([1, 2])[1:])),  # after another block
+    ]
+    for one in again:
+        assert index.apply("w0", one) is Outcome.CONTRADICTED
+    assert (index.num_blocks("w0"), depth(index, [1, 2, 3]), depth(index, [1, 9])) == (4, 3, 2)
+    assert index.apply("w0", batch(9, stored([1, 2, 3, 4], start=3))) is Outcome.APPLIED, "of each batch anew"
+
+
+def test_after_a_skip_events_go_on_as_if_nothing_had_been_between() -> None:
+    index = PrefixIndex()
+    index.apply("w0", batch(1, stored([1])))
+    index.skip_to("w0", 2**40)
+    assert (depth(index, [1]), index.num_bad_events("w0")) == (1, 0)
+    assert index.apply("w0", batch(2, stored([2]))) is Outcome.STALE
+    assert index.apply("w0", batch(2**40 + 1, stored([2]))) is Outcome.APPLIED
+
+
+def test_blocks_whose_front_was_never_told_are_counted() -> None:
+    index = PrefixIndex()
+    index.apply("w0", batch(1, stored([1, 2, 3, 4], start=2), stored([1, 2, 3, 7], start=3), stored([5])))
+    assert index.num_parentless() == 3
+    index.apply("w1", batch(1, stored([1, 2]), replica="w1"))
+    assert index.num_parentless() == 0
+    assert depth(index, [1, 2, 3, 7]) == 0, "its own front is not told yet"
+    assert index.apply("w0", batch(4, stored([1, 2]))) is Outcome.APPLIED
+    assert depth(index, [1, 2, 3, 7]) == 4
+
+
 def test_a_new_generation_replaces_the_old_one() -> None:
     index = PrefixIndex()
     index.apply("w0", batch(1, stored([1]), generation="g1"))
@@ -212,6 +249,10 @@ def test_the_coldest_runs_are_forgotten_when_the_bound_is_reached() -> None:
     assert depth(index, [1, *range(9)]) == 0
     assert not index.is_complete("w0")
     assert index.num_blocks("w0") == len(index)
+    assert index.apply("w0", batch(31, stored([0]), removed([1, *range(9)], 9))) is Outcome.APPLIED, "it may be right"
+    assert index.has_room(90 - len(index)) and not index.has_room(91 - len(index))
+    index.apply("w0", batch(33, Cleared()))
+    assert index.is_complete("w0")
 
 
 @pytest.mark.parametrize(("policy", "size"), [("lru", 4), ("slru", 4), ("slru", 8), ("slru", 32)])
@@ -262,32 +303,38 @@ class IndexMachine(RuleBasedStateMachine):
         self.seq: dict[str, int] = {}
         self.paths: list[list[int]] = []
 
-    def send(self, replica: str, *events: Event) -> None:
+    def send(self, replica: str, event: Event, is_news: bool = True) -> None:
         seq = self.seq.get(replica, 0)
-        assert self.index.apply(replica, batch(seq + 1, *events, generation="g9", replica=replica)) is Outcome.APPLIED
-        self.seq[replica] = seq + len(events)
-        self.held.setdefault(replica, (set(), set()))
+        outcome = self.index.apply(replica, batch(seq + 1, event, generation="g9", replica=replica))
+        assert outcome is (Outcome.APPLIED if is_news else Outcome.CONTRADICTED)
+        self.seq[replica] = seq + 1
+
+    def blocks(self, replica: str, tier: Tier) -> set[int]:
+        return self.held.setdefault(replica, (set(), set()))[tier]
+
+    def send_removed(self, replica: str, path: list[int], positions: Sequence[int], tier: Tier) -> None:
+        keys, held = [keys_of(path)[position] for position in positions], self.blocks(replica, tier)
+        self.send(replica, removed(path, *positions, tier=tier), len(set(keys) & held) == len(keys))
+        held.difference_update(keys)
 
     @rule(replica=REPLICAS, path=PATHS, start=st.integers(0, 6), tier=st.sampled_from([DEVICE, DEVICE, HOST]))
     def store(self, replica: str, path: list[int], start: int, tier: Tier) -> None:
         start = min(start, len(path) - 1)
         self.paths.append(path)
-        self.send(replica, stored(path, start, tier))
-        self.held[replica][tier].update(keys_of(path)[start:])
+        keys, held = keys_of(path)[start:], self.blocks(replica, tier)
+        self.send(replica, stored(path, start, tier), held.isdisjoint(keys))
+        held.update(keys)
 
     @rule(replica=REPLICAS, path=PATHS, data=st.data(), tier=st.sampled_from([DEVICE, DEVICE, HOST]))
     def remove(self, replica: str, path: list[int], data: st.DataObject, tier: Tier) -> None:
         if self.paths and data.draw(st.booleans()):
             path = data.draw(st.sampled_from(self.paths))
         positions = data.draw(st.lists(st.integers(0, len(path) - 1), max_size=7))
-        self.send(replica, removed(path, *positions, tier=tier))
-        self.held[replica][tier].difference_update(keys_of(path)[position] for position in positions)
+        self.send_removed(replica, path, positions, tier)
 
     @rule(replica=REPLICAS, count=st.integers(1, 7), path=PATHS)
     def evict_the_end(self, replica: str, count: int, path: list[int]) -> None:
-        positions = range(len(path) - 1, max(-1, len(path) - 1 - count), -1)
-        self.send(replica, removed(path, *positions))
-        self.held[replica][DEVICE].difference_update(keys_of(path)[position] for position in positions)
+        self.send_removed(replica, path, range(len(path) - 1, max(-1, len(path) - 1 - count), -1), DEVICE)
 
     @rule(replica=REPLICAS)
     def clear(self, replica: str) -> None:
@@ -367,6 +414,7 @@ def test_long_chains_of_many_replicas_agree_with_plain_sets() -> None:
         if rng.random() < 0.6:
             front = keys[: rng.randrange(1, len(keys) + 1)]
             events.append(Stored(0, array("Q", front)))
+            is_news = held[replica].isdisjoint(front)
             held[replica] |= set(front)
         else:
             count = rng.randrange(1, len(keys) + 1)
@@ -374,8 +422,10 @@ def test_long_chains_of_many_replicas_agree_with_plain_sets() -> None:
             root = keys[-count]
             gone = [key for chain in chains if root in chain for key in reversed(chain[chain.index(root) :])]
             events.append(Removed(array("Q", gone)))
+            is_news = len(held[replica].intersection(gone)) == len(gone)
             held[replica] -= set(gone)
-        assert index.apply(replica, batch(seqs[replica] + 1, *events, replica=replica)) is Outcome.APPLIED
+        outcome = index.apply(replica, batch(seqs[replica] + 1, *events, replica=replica))
+        assert outcome is (Outcome.APPLIED if is_news else Outcome.CONTRADICTED)
         seqs[replica] += 1
         if step % 10 == 0:
             index.check_invariants()
