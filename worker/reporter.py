@@ -365,13 +365,13 @@ class Reporter:
         if not self._has_stream:
             pipe.pexpire(self._stream_key, _KEPT_LEASES * self._lease_ms)
         answers = await pipe.execute(raise_on_error=False)
-        if any("equal or smaller" in str(answer) for answer in answers) and await self._has_strange_entry(last_seq):
+        if any(map(_is_out_of_turn, answers)) and await self._has_strange_entry(last_seq):
             self._has_stream = False
             self._needs_snapshot = True
             return  # what waits is sent again
         for answer in answers:
             # A batch sent just before the connection broke is there already; the snapshot to come covers the rest.
-            if isinstance(answer, Exception) and "equal or smaller" not in str(answer):
+            if isinstance(answer, Exception) and not _is_out_of_turn(answer):
                 raise answer if isinstance(answer, RedisError) else ResponseError(str(answer))
         while self._queue and self._queue[0][1].last_seq <= last_seq:
             self._queue.popleft()
@@ -387,6 +387,13 @@ class Reporter:
         self.num_repairs += 1
         logger.error("redis held a strange entry in key=%s: removed, number %d", self._stream_key, self.num_repairs)
         return True
+
+
+def _is_out_of_turn(answer: object) -> bool:
+    """Whether Redis has refused an entry since a later one stands in the stream, maybe the last that it can have."""
+    return isinstance(answer, ResponseError) and any(
+        words in str(answer) for words in ("equal or smaller", "exhausted the last possible ID")
+    )
 
 
 def contract_differences(ours: common_pb2.Contract, theirs: common_pb2.Contract) -> list[str]:

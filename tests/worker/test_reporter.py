@@ -389,3 +389,22 @@ async def test_each_entry_tells_when_its_events_were_made(valkey_url: str) -> No
     assert entries
     assert all(before <= int(fields[b"t"]) <= after for _, fields in entries)
     await source.stop()
+
+
+@pytest.mark.parametrize("entry_id", ["99999-0", f"{2**64 - 1}-{2**64 - 1}"])
+async def test_a_strange_entry_that_nothing_can_follow_goes_with_its_stream(valkey_url: str, entry_id: str) -> None:
+    source = await Source(valkey_url).start()
+    source.work(20)
+    await until(source.agrees)
+    await source.redis.xadd(source.key("events"), {"b": b"no batch"}, id=entry_id)
+    source.work(5)
+
+    async def is_repaired() -> bool:
+        return source.reporter.num_repairs == 1
+
+    await until(is_repaired)
+    for _ in range(3):
+        source.work(5)
+        await until(source.agrees)
+    assert await is_repaired(), "once"
+    await source.stop()
