@@ -208,6 +208,7 @@ class Fleet:
         }
         for replica_id in self.members:
             self.loads.confirm(replica_id, self.mirror.applied_seq(replica_id), now)
+        self.loads.prune(self.members, now)
         self._report()
 
     def is_full(self, replica: str, num_choices: int = 1) -> bool:

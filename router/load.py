@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from array import array
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -192,6 +192,11 @@ class ReplicaLoad:
         relative = self._expected_s / self._actual_s if self._actual_s else 1.0
         return relative / self._model.token_s
 
+    @property
+    def is_empty(self) -> bool:
+        """Whether nobody has, awaits or wants anything there."""
+        return not (self.in_flight or self.others or self.pending or self._unconfirmed or self.held_requests)
+
     def since_progress_s(self, now: float) -> float:
         """Seconds since the last first token, or since it became busy; 0 when nothing waits."""
         return max(0.0, now - self._busy_since_s) if self.waiting_requests else 0.0
@@ -220,8 +225,11 @@ class ReplicaLoad:
         return depth
 
     def confirm(self, applied_seq: int, now: float) -> None:
-        """The index has applied the replica's events up to ``applied_seq``: what they told is no longer pending."""
-        self._confirmed_seq = max(self._confirmed_seq, applied_seq)
+        """The index has applied the replica's events up to ``applied_seq``: what they told is no longer pending.
+
+        The number falls where an older snapshot was loaded, and where the last events were found out to be nobody's.
+        """
+        self._confirmed_seq = applied_seq
         waiting = self._unconfirmed
         while waiting and (waiting[0][0] <= self._confirmed_seq or waiting[0][1] <= now):
             self._forget(waiting.popleft()[2])
@@ -353,6 +361,9 @@ class LoadBook:
         self._replicas: dict[str, ReplicaLoad] = {}
         self._held: set[ReplicaLoad] = set()
 
+    def __len__(self) -> int:
+        return len(self._replicas)
+
     def of(self, replica: str) -> ReplicaLoad:
         """The replica's load, empty at first."""
         load = self._replicas.get(replica)
@@ -401,6 +412,14 @@ class LoadBook:
         load = self._replicas.get(replica)
         if load is not None:
             load.confirm(applied_seq, now)
+
+    def prune(self, members: Collection[str], now: float) -> None:
+        """Let go of the empty records of replicas that are no members: late steps of other routers make such anew."""
+        for name in self._replicas.keys() - members:
+            load = self._replicas[name]
+            load.confirm(0, now)  # nothing of it will be applied: what is pending ends by its time
+            if load.is_empty:
+                self.forget(name)
 
     def forget(self, replica: str) -> None:
         """That generation has gone. Tickets that are still open close on the record that nobody reads any more."""

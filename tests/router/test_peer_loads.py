@@ -238,3 +238,25 @@ def assert_agree(sides: list[Side]) -> None:
         for side in sides:
             truth = truth.plus(side.book.of(f"w{number}").own)
         assert [side.counts(f"w{number}") for side in sides] == [truth] * 3
+
+
+def test_a_record_that_late_steps_have_made_of_a_replica_that_has_left_goes_once_it_is_empty() -> None:
+    a, b = Side("a"), Side("b")
+    b.book.of("stays")
+    ticket = a.book.charge("left", 100, [1, 2], now=0)
+    b.peers.take(a.batch(), now=0)
+    b.book.prune(["stays"], now=0)
+    assert len(b.book) == 2, "it has load"
+    ticket.close(1, event_seq=7)  # of an event that nobody will read
+    b.peers.take(a.batch(), now=1)
+    b.book.prune(["stays"], now=2)
+    assert len(b.book) == 2, "blocks are pending there"
+    b.book.prune(["stays"], now=40)
+    assert len(b.book) == 1
+
+    b.book.hold("left", 5)
+    b.book.prune(["stays"], now=41)
+    assert len(b.book) == 2, "a queued request wants it"
+    b.book.release_holds()
+    b.book.prune(["stays"], now=41)
+    assert len(b.book) == 1
