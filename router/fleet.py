@@ -150,7 +150,7 @@ class Fleet:
         if self._profile is None:
             faults = "; ".join(f"{m.replica.id} {m.fault}" for m in self.ready.values() if m.fault)
             return f"no replica has told its model yet: {faults}" if faults else "no replica has told its model yet"
-        if not self.mirror.is_loaded():
+        if not self.mirror.was_loaded:  # once is enough: else all routers would turn away requests at one lost event
             return "the index is being loaded"
         return ""
 
@@ -328,6 +328,8 @@ class Fleet:
             hits = self._profile.encoder.num_hits
             metrics.tokenizer_cache_hits.inc(max(0, hits - self._num_tokenizer_hits))
             self._num_tokenizer_hits = hits
+        metrics.index_parentless_blocks.set(self.index.num_parentless())
+        metrics.index_partial_replicas.set(sum(not self.index.is_complete(name) for name in self.members))
         metrics.replicas_ready.set(len(self.ready))
         signal = signal_of([member.replica.lease for member in self.ready.values()])
         metrics.waiting_seconds.set(signal.waiting_s)

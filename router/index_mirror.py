@@ -1,10 +1,13 @@
 """Keeps the prefix index in this process equal to the replicas' caches, from what they write to Redis.
 
 Each replica generation is one feed: its snapshot, then its stream of numbered event batches after it. What can go
-wrong shows as a gap in the numbers or, by the lease, which tells the replica's last number and its block count, as
-events that never came or a count that differs (``audit``); so even an idle replica's lost event heals within a
-heartbeat. Then a snapshot from after the hole is needed. If the one in Redis is older, the replica is asked for a new
-one; until it comes the events after the hole are applied all the same: stale is better than nothing.
+wrong shows as a gap in the numbers, as events that contradict what stands here or, by the lease, which tells the
+replica's last number and its block count, as events that never came or a count that differs (``audit``); so even an
+idle replica's lost event heals within a heartbeat. Then a snapshot from after the hole is needed. If the one in Redis
+is older, the replica is asked for a new one; until it comes the events after the hole are applied all the same: stale
+is better than nothing.
+
+Somebody else's events in a stream are found out by their numbers too: the replica's leases do not reach them.
 """
 
 import asyncio
@@ -19,10 +22,10 @@ import redis.asyncio as redis_asyncio
 from redis.exceptions import RedisError, ResponseError
 from warmfront_pb.v1 import common_pb2
 
-from cache.events import EventBatch, EventDecodeError, Malformed, Snapshot, Tier, decode_batch, decode_snapshot
+from cache.events import EventDecodeError, Malformed, Snapshot, Tier, decode_batch, decode_snapshot
 from cache.prefix_index import Outcome, PrefixIndex
 from common.redis_keys import is_wrong_type, wrong_types
-from router.metrics import RouterMetrics
+from router.metrics import REFUSED, RouterMetrics
 from router.registry import FleetKeys
 
 log = logging.getLogger(__name__)
@@ -34,9 +37,20 @@ _READ_PERIOD_S = 0.002  # batches that come closer together share a read, which 
 _MAX_LOADS_AT_ONCE = 8
 _FIRST_RETRY_S, _LAST_RETRY_S = 0.1, 2.0
 _ENOUGH_TRIES = 5  # a router whose Redis never holds a snapshot serves all the same
-_MAX_SKIPPED_EVENTS = 1 << 20
+_MAX_GAP = 1 << 20  # events between two looks; a number beyond that is nobody's of ours
+_STRANGE_AFTER_BEATS = 5  # of a replica that has not come as far as what stands in its stream
+_DOUBT_PERIOD_S = 10.0  # between snapshots for events that contradict what stands here: its engine may be at fault
 _WANTED_MS = 10_000
 _SKIP_S = 1.0
+
+
+@dataclass(slots=True)
+class _Ahead:
+    """An event that stands in a stream, and the leases since, none of which knows of it."""
+
+    seq: int
+    heartbeat: int  # of the last one
+    num_beats: int = 0
 
 
 @dataclass(slots=True)
@@ -44,7 +58,8 @@ class _Feed:
     replica: str
     generation: str
     is_loaded: bool = False  # its events are read and applied
-    needed_seq: int = 0  # over 0: something is missing before this number, a snapshot from there on is needed
+    needed_seq: int | None = None  # something is missing before this number, a snapshot from there on is needed
+    lease_seq: int = 0  # the replica's last event by its last lease
     load_at_s: float = 0.0  # when to look for that snapshot
     num_tries: int = 0  # such looks since the feed was last seen to be right
     num_reads: int = 0  # completed reads of the stream
@@ -52,10 +67,14 @@ class _Feed:
     skipped_until_s: float = 0.0  # its stream's key holds something else
     is_told_of: bool = False  # that one of its keys does
     behind: tuple[int, int] | None = None  # (events applied, reads) when the lease was first ahead of the index
+    ahead: _Ahead | None = None
+    strange_seq: int | None = None  # events from this number on are somebody else's, until a lease reaches it
+    doubted_seq: int | None = None  # what stood here before this event was wrong
+    doubt_at_s: float = 0.0  # when that may next be a reason for a snapshot
 
     @property
     def is_due(self) -> bool:
-        return not self.is_loaded or self.needed_seq > 0
+        return not self.is_loaded or self.needed_seq is not None
 
 
 class IndexMirror:
@@ -72,9 +91,12 @@ class IndexMirror:
     ) -> None:
         self.index = index
         self.online = False
+        self.was_loaded = False
+        """Whether once every replica's snapshot and the stream after it had been read, or tried often enough."""
         self._client = client
         self._keys = keys
         self._metrics = metrics
+        self._batches = {outcome: metrics.index_batches.labels(outcome.value) for outcome in Outcome}
         self._on_applied = on_applied
         self._rng = rng or random.Random()
         self._feeds: dict[str, _Feed] = {}
@@ -102,12 +124,6 @@ class IndexMirror:
         """The number of the last event that stands in the index."""
         return self.index.last_seq(replica)
 
-    def is_loaded(self) -> bool:
-        """Whether every replica's snapshot and the stream after it have been read, or tried often enough."""
-        return all(
-            feed.num_tries >= _ENOUGH_TRIES or (feed.num_reads and not feed.needed_seq) for feed in self._feeds.values()
-        )
-
     @property
     def mode(self) -> str:
         """``live``; ``snapshot`` while one is waited for; ``local`` while Redis is away."""
@@ -118,10 +134,17 @@ class IndexMirror:
     def audit(self, lease: common_pb2.ReplicaLease) -> None:
         """Compare what a lease says of the cache with the index; ask for a snapshot when it can only be wrong."""
         feed = self._feeds.get(lease.replica)
-        if feed is None or feed.generation != lease.generation or feed.is_due:
+        if feed is None or feed.generation != lease.generation:
             return
         applied = self.index.last_seq(lease.replica)
-        last_seq = lease.cache.last_seq
+        last_seq = feed.lease_seq = lease.cache.last_seq
+        self._look_for_strangers(feed, lease.heartbeat)
+        if feed.is_due:
+            return
+        if feed.doubted_seq is not None and feed.doubt_at_s <= time.monotonic():
+            feed.doubt_at_s = time.monotonic() + _DOUBT_PERIOD_S
+            self._need_snapshot(feed, feed.doubted_seq, f"event {feed.doubted_seq} contradicts what stood here")
+            return
         if last_seq > applied:
             # The lease may be a moment ahead of the stream. Two whole reads later its events are lost.
             if feed.behind is None or feed.behind[0] != applied:
@@ -136,9 +159,31 @@ class IndexMirror:
         resident = [lease.cache.resident_hashes, lease.cache.host_kv_blocks_cached]
         if held == resident:
             feed.num_tries = 0
-        else:
+        elif self.index.is_complete(lease.replica) or self.index.has_room(sum(resident) - sum(held)):
             reason = f"the index holds {held} blocks (device, host), the replica {resident}"
             self._need_snapshot(feed, applied, reason)
+
+    def _look_for_strangers(self, feed: _Feed, heartbeat: int) -> None:
+        """A replica writes its events before the next lease tells of them, so leases must soon reach what was read.
+
+        Where none of several does, somebody else has written it: it is not believed any more.
+        """
+        if feed.strange_seq is not None and feed.lease_seq >= feed.strange_seq:
+            feed.strange_seq = None
+        if feed.ahead is not None and feed.lease_seq >= feed.ahead.seq:
+            feed.ahead = None
+        known = max(self.index.last_seq(feed.replica), feed.needed_seq or 0)
+        if feed.lease_seq >= known:
+            return
+        if feed.ahead is None:
+            feed.ahead = _Ahead(known, heartbeat)
+        elif feed.ahead.heartbeat != heartbeat:
+            feed.ahead.heartbeat = heartbeat
+            feed.ahead.num_beats += 1
+            if feed.ahead.num_beats >= _STRANGE_AFTER_BEATS:
+                feed.strange_seq, feed.ahead, feed.needed_seq = feed.ahead.seq, None, None
+                reason = f"the last event is {feed.lease_seq}, somebody else has written number {feed.strange_seq}"
+                self._need_snapshot(feed, feed.lease_seq, reason)
 
     async def run(self) -> None:
         """Load, read and apply until stopped. Goes on by itself when Redis comes back."""
@@ -146,7 +191,9 @@ class IndexMirror:
         while not self._is_stopped:
             try:
                 are_more_due = await self._load_due()
-                if await self._read_streams(1 if are_more_due else _READ_BLOCK_MS):
+                has_news = await self._read_streams(1 if are_more_due else _READ_BLOCK_MS)
+                self.was_loaded = self.was_loaded or self._is_loaded()
+                if has_news:
                     await asyncio.sleep(_READ_PERIOD_S)
                 self.online = True
                 pause_s = _FIRST_RETRY_S
@@ -156,6 +203,12 @@ class IndexMirror:
                 self.online = False
                 await asyncio.sleep(pause_s * self._rng.uniform(0.5, 1.5))
                 pause_s = min(2 * pause_s, 1.0)
+
+    def _is_loaded(self) -> bool:
+        feeds = self._feeds.values()
+        return bool(feeds) and all(
+            feed.num_tries >= _ENOUGH_TRIES or (feed.num_reads and not feed.is_due) for feed in feeds
+        )
 
     async def _load_due(self) -> bool:
         """Look for some of the snapshots that are needed now; whether others are left."""
@@ -178,7 +231,7 @@ class IndexMirror:
             return
         feed.num_tries += 1
         snapshot = self._decoded(feed, data)
-        if feed.is_loaded and (snapshot is None or snapshot.seq < feed.needed_seq):
+        if feed.is_loaded and (snapshot is None or snapshot.seq < (feed.needed_seq or 0)):
             await self._client.set(self._keys.wanted(feed.replica, feed.generation), b"1", px=_WANTED_MS)
             self._look_later(feed)
             return
@@ -190,9 +243,10 @@ class IndexMirror:
         self.index.load(feed.replica, snapshot)
         feed.is_loaded = True
         feed.cursor = f"{snapshot.seq}-0"
-        feed.needed_seq = 0
+        feed.needed_seq = feed.doubted_seq = None
         feed.num_reads = 0
-        feed.behind = None
+        feed.behind = feed.ahead = None
+        self._metrics.index_bad_events.inc(self.index.num_bad_events(feed.replica))
         self._applied(feed)
 
     def _decoded(self, feed: _Feed, data: bytes | None) -> Snapshot | None:
@@ -202,6 +256,8 @@ class IndexMirror:
             snapshot = decode_snapshot(data)
             if (snapshot.replica, snapshot.generation) != (feed.replica, feed.generation):
                 raise EventDecodeError(f"it is of {snapshot.replica!r} generation {snapshot.generation!r}")
+            if feed.strange_seq is not None and snapshot.seq >= feed.strange_seq:
+                raise EventDecodeError(f"it stands at event {snapshot.seq}, the replica at {feed.lease_seq}")
             return snapshot
         except EventDecodeError as error:
             self._metrics.index_bad_events.inc()
@@ -243,24 +299,35 @@ class IndexMirror:
         return bool(reply)
 
     def _take(self, feed: _Feed, entry_id: bytes, fields: dict[bytes, bytes]) -> None:
+        replica = feed.replica
+        applied = self.index.last_seq(replica)
         try:
             batch = decode_batch(fields[_FIELD])
-            if (batch.replica, batch.generation) != (feed.replica, feed.generation):
+            if (batch.replica, batch.generation) != (replica, feed.generation):
                 raise EventDecodeError(f"it is of {batch.replica!r} generation {batch.generation!r}")
+            is_far = batch.first_seq > max(applied, feed.lease_seq) + _MAX_GAP
+            if is_far or (feed.strange_seq is not None and batch.last_seq >= feed.strange_seq):
+                raise EventDecodeError(f"it ends with event {batch.last_seq}, the replica stands at {feed.lease_seq}")
         except (KeyError, EventDecodeError) as error:
-            log.warning("bad event batch replica=%s entry=%s error=%r", feed.replica, entry_id.decode(), str(error))
+            log.warning("bad event batch replica=%s entry=%s error=%r", replica, entry_id.decode(), str(error))
             self._metrics.index_bad_events.inc()
+            self._metrics.index_batches.labels(REFUSED).inc()
             return  # if it was one of the replica's, the next batch shows a gap, or its lease is ahead
-        bad_events = sum(isinstance(event, Malformed) for event in batch.events)
-        if bad_events:
-            self._metrics.index_bad_events.inc(bad_events)
-            self._need_snapshot(feed, batch.last_seq, f"{bad_events} bad events")
-        if self.index.apply(feed.replica, batch) is Outcome.GAP:
+        num_malformed = sum(isinstance(event, Malformed) for event in batch.events)
+        if num_malformed:
+            self._need_snapshot(feed, batch.last_seq, f"{num_malformed} bad events")
+        num_bad = self.index.num_bad_events(replica)
+        outcome = self.index.apply(replica, batch)
+        self._batches[outcome].inc()
+        if outcome is Outcome.GAP:
             self._metrics.index_gaps.inc()
-            first = self.index.last_seq(feed.replica) + 1
-            self._need_snapshot(feed, batch.first_seq - 1, f"events {first} to {batch.first_seq - 1} are missing")
-            self._skip_to(feed, batch.first_seq - 1, "missing")
-            self.index.apply(feed.replica, batch)
+            reason = f"events {applied + 1} to {batch.first_seq - 1} are missing"
+            self._need_snapshot(feed, batch.first_seq - 1, reason)
+            self.index.skip_to(replica, batch.first_seq - 1)
+            self.index.apply(replica, batch)
+        elif outcome is Outcome.CONTRADICTED:
+            feed.doubted_seq = batch.last_seq
+        self._metrics.index_bad_events.inc(self.index.num_bad_events(replica) - num_bad)
 
     async def _skip_bad_streams(self, feeds: dict[bytes, _Feed]) -> None:
         """Somebody wrote something else under a stream's key: its replica makes it anew, the others are read on."""
@@ -284,25 +351,16 @@ class IndexMirror:
             if made_ms.isdigit():
                 self._metrics.index_event_lag_seconds.observe(max(0.0, now_ms - int(made_ms)) / 1000)
 
-    def _skip_to(self, feed: _Feed, seq: int, reason: str) -> None:
-        """Go on after event ``seq`` as if what lies before it had said nothing."""
-        applied = self.index.last_seq(feed.replica)
-        if seq - applied > _MAX_SKIPPED_EVENTS:
-            self.index.load(feed.replica, Snapshot(feed.replica, feed.generation, seq, ()))
-        elif seq > applied:
-            nothing = (Malformed(reason),) * (seq - applied)
-            self.index.apply(feed.replica, EventBatch(feed.replica, feed.generation, applied + 1, nothing))
-
     def _applied(self, feed: _Feed) -> None:
         self._metrics.index_blocks.labels(feed.replica).set(self.index.num_blocks(feed.replica))
         self._on_applied(feed.replica, self.index.last_seq(feed.replica))
 
     def _need_snapshot(self, feed: _Feed, seq: int, reason: str) -> None:
-        if not feed.needed_seq:
+        if feed.needed_seq is None:
             self._metrics.index_resyncs.inc()
             log.warning("index resync replica=%s generation=%s reason=%r", feed.replica, feed.generation, reason)
             self._look_later(feed)
-        feed.needed_seq = max(feed.needed_seq, seq, 1)
+        feed.needed_seq = max(feed.needed_seq or 0, seq)
 
     def _look_later(self, feed: _Feed) -> None:
         """Jittered, so that many routers do not ask in one moment, and later each time."""

@@ -8,6 +8,7 @@ _TTFT_BUCKETS_S = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0
 _LAG_BUCKETS_S = (0.001, 0.002, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 1.0, 5.0)
 _TOKEN_BUCKETS = (-4096, -1024, -256, -64, -16, -1, 0, 16, 64, 256, 1024, 4096)
 INDEX_MODES = ("live", "snapshot", "local")
+REFUSED = "refused"  # a batch that is none, or not the replica's; the other outcomes are those of cache.prefix_index
 
 
 class RouterMetrics:
@@ -42,9 +43,19 @@ class RouterMetrics:
             "From the making of a batch of events to its standing in the index.",
             _LAG_BUCKETS_S,
         )
+        self.index_batches = counter(
+            "index_batches", "Batches of events by what became of them in the index.", ("outcome",)
+        )
         self.index_gaps = counter("index_gaps", "Gaps found in event numbers.")
         self.index_resyncs = counter("index_resyncs", "Snapshots asked for again.")
         self.index_bad_events = counter("index_bad_events", "Events that made no sense and were skipped.")
+        self.index_parentless_blocks = gauge(
+            "index_parentless_blocks",
+            "Blocks in the index that no prompt can match: what is before them is missing.",
+        )
+        self.index_partial_replicas = gauge(
+            "index_partial_replicas", "Replicas of which the index has forgotten blocks to stay within its bound."
+        )
         self.redis_bad_keys = counter(
             "redis_bad_keys", "Keys found with another type or with bytes that make no sense.", ("key",)
         )

