@@ -12,7 +12,6 @@ from pathlib import Path
 
 import psutil
 import torch
-from tokenizers import Tokenizer
 from warmfront_pb.v1 import inference_pb2
 
 from worker.config import ConfigError, WorkerConfig
@@ -224,7 +223,7 @@ def _card(
     max_model_len: int,
     kv_bytes_per_token: int,
 ) -> ModelCard:
-    first_ids = Tokenizer.from_str(files.tokenizer_json).encode("a").ids[:1]
+    first_ids = files.tokenizer().encode("a").ids[:1]
     return ModelCard(
         name=config.served_model_name or served_name(path),
         model_fingerprint=model_fingerprint(path),

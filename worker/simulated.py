@@ -332,7 +332,7 @@ def _card(config: WorkerConfig, max_model_len: int) -> ModelCard:
         tokenizer_fingerprint=files.fingerprint,
         tokenizer_json=files.tokenizer_json,
         dtype="none",
-        vocab_size=Tokenizer.from_str(files.tokenizer_json).get_vocab_size(),
+        vocab_size=files.tokenizer().get_vocab_size(),
         max_model_len=max_model_len,
         kv_bytes_per_token=0,
         eos_token_ids=files.eos_token_ids,

@@ -150,7 +150,7 @@ def test_missing_models_are_named(tmp_path: Path) -> None:
     with pytest.raises(ModelError, match=r"neither a folder nor a \.gguf"):
         load_config(tmp_path / "model.bin")
     (tmp_path / "bad.gguf").write_bytes(b"not a model at all, but long enough to be read")
-    with pytest.raises(ModelError, match="no readable GGUF"):
+    with pytest.raises(ModelError, match="no readable, whole GGUF"):
         load_config(tmp_path / "bad.gguf")
 
 

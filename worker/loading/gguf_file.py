@@ -39,23 +39,23 @@ def load_config(path: Path) -> ModelConfig:
         raise ModelError(f"GGUF architecture {architecture!r} is not supported; supported in GGUF: llama")
     if metadata.get("llama.expert_count"):
         raise ModelError("mixture-of-experts models are not supported")
-    hidden, num_heads = metadata["llama.embedding_length"], metadata["llama.attention.head_count"]
-    head_dim = metadata.get("llama.attention.key_length", hidden // num_heads)
-    if metadata.get("llama.rope.dimension_count", head_dim) != head_dim:
+    hidden, num_heads = metadata.count("llama.embedding_length"), metadata.count("llama.attention.head_count")
+    head_dim = metadata.count("llama.attention.key_length", hidden // num_heads)
+    if metadata.count("llama.rope.dimension_count", head_dim) != head_dim:
         raise ModelError("a partial rotary embedding is not supported")
     tensors = {tensor.name for tensor in metadata.tensors}
-    max_context = metadata["llama.context_length"]
+    max_context = metadata.count("llama.context_length")
     window = metadata.get("llama.attention.sliding_window")
     if window and window < max_context:
         raise ModelError(f"sliding-window attention (window {window}, context {max_context}) is not supported")
     eos = [metadata.get(f"tokenizer.ggml.{name}_token_id") for name in ("eos", "eot", "eom")]
     return ModelConfig(
         architecture="LlamaForCausalLM",
-        num_layers=metadata["llama.block_count"],
+        num_layers=metadata.count("llama.block_count"),
         hidden_size=hidden,
-        intermediate_size=metadata["llama.feed_forward_length"],
+        intermediate_size=metadata.count("llama.feed_forward_length"),
         num_heads=num_heads,
-        num_kv_heads=metadata.get("llama.attention.head_count_kv", num_heads),
+        num_kv_heads=metadata.count("llama.attention.head_count_kv", num_heads),
         head_dim=head_dim,
         vocab_size=metadata.shape("token_embd.weight")[0],
         max_context=max_context,
@@ -100,7 +100,12 @@ def checkpoint_name(name: str) -> str:
 
 
 def deinterleave(weight: Tensor, num_heads: int) -> Tensor:
-    """Rows of each head from (a0 b0 a1 b1 ...) to (a0 a1 ... b0 b1 ...): rotary pairs half a head apart."""
+    """Rows of each head from (a0 b0 a1 b1 ...) to (a0 a1 ... b0 b1 ...): rotary pairs half a head apart.
+
+    Raises ``ModelError`` for rows that are not so many heads.
+    """
+    if weight.shape[0] % (2 * num_heads):
+        raise ModelError(f"{weight.shape[0]} rows of q or k are no {num_heads} heads of pairs")
     pairs = weight.view(num_heads, weight.shape[0] // num_heads // 2, 2, *weight.shape[1:])
     return pairs.transpose(1, 2).reshape(weight.shape)
 
@@ -110,7 +115,7 @@ class Metadata:
 
     def __init__(self, path: Path) -> None:
         reader = _open(path, path.stat().st_mtime_ns)
-        self._fields = reader.fields
+        self._path, self._fields = path, reader.fields
         self.tensors = reader.tensors
 
     def get(self, key: str, default: Any = None) -> Any:
@@ -121,7 +126,14 @@ class Metadata:
     def __getitem__(self, key: str) -> Any:
         value = self.get(key)
         if value is None:
-            raise ModelError(f"the GGUF file lacks {key!r}")
+            raise ModelError(f"{self._path} lacks {key!r}")
+        return value
+
+    def count(self, key: str, default: int | None = None) -> int:
+        """The whole number above 0 under ``key``; where there is none, ``default``."""
+        value = self[key] if default is None else self.get(key, default)
+        if not isinstance(value, int) or value < 1:
+            raise ModelError(f"{self._path}: {key!r} is {value!r}, not a whole number above 0")
         return value
 
     def shape(self, name: str) -> tuple[int, ...]:
@@ -129,15 +141,15 @@ class Metadata:
         for tensor in self.tensors:
             if tensor.name == name:
                 return tuple(int(size) for size in reversed(tensor.shape))
-        raise ModelError(f"the GGUF file has no tensor {name!r}")
+        raise ModelError(f"{self._path} has no tensor {name!r}")
 
 
 @lru_cache(maxsize=1)
 def _open(path: Path, _mtime_ns: int) -> gguf.GGUFReader:
     try:
         return gguf.GGUFReader(path)
-    except ValueError as error:
-        raise ModelError(f"{path} is no readable GGUF file: {error}") from error
+    except (ValueError, IndexError, KeyError, OverflowError) as error:  # what its reader trips over
+        raise ModelError(f"{path} is no readable, whole GGUF file: {error}") from error
 
 
 def _parse_rope(metadata: Metadata, max_context: int) -> RopeConfig:

@@ -39,6 +39,13 @@ class TokenizerFiles:
         )
         object.__setattr__(self, "fingerprint", hashlib.sha256(canonical.encode()).hexdigest()[:32])
 
+    def tokenizer(self) -> Tokenizer:
+        """The tokenizer itself. Raises ``ModelError`` where the ``tokenizers`` library cannot read it."""
+        try:
+            return Tokenizer.from_str(self.tokenizer_json)
+        except Exception as error:  # what the library raises is of no narrower type
+            raise ModelError(f"the tokenizer cannot be built from its tokenizer.json: {error}") from error
+
 
 def load_tokenizer(path: Path) -> TokenizerFiles:
     """The tokenizer of the model at ``path``. Raises ``ModelError`` where it is missing or of an unknown kind."""
@@ -51,12 +58,16 @@ def _from_folder(folder: Path) -> TokenizerFiles:
     file = folder / "tokenizer.json"
     if not file.exists():
         raise ModelError(f"{folder} has no tokenizer.json; older tokenizer formats are not read")
+    huggingface.read_json(file)  # raises where it is broken, and says which file
     settings = huggingface.read_json(folder / "special_tokens_map.json")
     settings |= huggingface.read_json(folder / "tokenizer_config.json")
     template_file = folder / "chat_template.jinja"
     template = template_file.read_text(encoding="utf-8") if template_file.exists() else settings.get("chat_template")
     if isinstance(template, list):  # several templates by name: tool use, RAG; chats take the default one
-        template = next((one["template"] for one in template if one.get("name") == "default"), None)
+        named = {one.get("name"): one.get("template") for one in template if isinstance(one, dict)}
+        template = named.get("default")
+    if template is not None and not isinstance(template, str):
+        raise ModelError(f"{folder}: the chat template in tokenizer_config.json is no text")
     return TokenizerFiles(
         tokenizer_json=file.read_text(encoding="utf-8"),
         chat_template=template,
@@ -69,7 +80,7 @@ def _from_folder(folder: Path) -> TokenizerFiles:
 
 
 def _content(token: str | Mapping[str, Any] | None) -> str | None:
-    return token["content"] if isinstance(token, Mapping) else token
+    return token.get("content") if isinstance(token, Mapping) else token
 
 
 def _from_gguf(path: Path) -> TokenizerFiles:

@@ -38,6 +38,10 @@ class RopeConfig:
     truncate: bool = True  # yarn: round the correction range to whole channels
     divisors: tuple[float, ...] = ()  # GGUF's rope_freqs: each frequency is divided by its entry
 
+    def __post_init__(self) -> None:
+        if self.theta <= 1 or self.factor <= 0:
+            raise ModelError(f"a RoPE base of {self.theta} with factor {self.factor} makes no sense")
+
     def inverse_frequencies(self, head_dim: int) -> list[float]:
         """Radians per position of each of the ``head_dim / 2`` channel pairs.
 
