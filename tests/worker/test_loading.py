@@ -141,6 +141,24 @@ def test_a_window_that_is_not_used_is_no_reason_to_refuse() -> None:
     assert parse_config(raw, {}).qkv_bias
 
 
+@pytest.mark.parametrize(
+    ("stated", "scaling", "max_context"),
+    [
+        (32_768, {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32_768}, 131_072),
+        (32_768, {"rope_type": "yarn", "factor": 4.0}, 131_072),
+        (131_072, {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32_768}, 131_072),
+        (131_072, {"rope_type": "llama3", "factor": 8.0, "original_max_position_embeddings": 8_192}, 131_072),
+        (16_384, {"rope_type": "linear", "factor": 4.0}, 16_384),
+    ],
+)
+def test_yarn_serves_the_trained_context_times_its_factor(
+    stated: int, scaling: dict[str, Any], max_context: int
+) -> None:
+    raw = random_model("qwen2").config.to_dict() | {"architectures": ["Qwen2ForCausalLM"]}
+    raw |= {"max_position_embeddings": stated, "rope_parameters": scaling}
+    assert parse_config(raw, {}).max_context == max_context
+
+
 def test_missing_models_are_named(tmp_path: Path) -> None:
     with pytest.raises(ModelError, match="no model at"):
         load_config(tmp_path / "nowhere")

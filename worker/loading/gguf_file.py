@@ -48,6 +48,7 @@ def load_config(path: Path) -> ModelConfig:
     window = metadata.get("llama.attention.sliding_window")
     if window and window < max_context:
         raise ModelError(f"sliding-window attention (window {window}, context {max_context}) is not supported")
+    rope = _parse_rope(metadata, max_context)
     eos = [metadata.get(f"tokenizer.ggml.{name}_token_id") for name in ("eos", "eot", "eom")]
     return ModelConfig(
         architecture="LlamaForCausalLM",
@@ -58,9 +59,9 @@ def load_config(path: Path) -> ModelConfig:
         num_kv_heads=metadata.count("llama.attention.head_count_kv", num_heads),
         head_dim=head_dim,
         vocab_size=metadata.shape("token_embd.weight")[0],
-        max_context=max_context,
+        max_context=rope.max_context(max_context),
         rms_norm_eps=metadata["llama.attention.layer_norm_rms_epsilon"],
-        rope=_parse_rope(metadata, max_context),
+        rope=rope,
         tie_word_embeddings="output.weight" not in tensors,
         qkv_bias="blk.0.attn_q.bias" in tensors,
         output_bias="blk.0.attn_output.bias" in tensors,

@@ -48,6 +48,7 @@ def parse_config(raw: Mapping[str, Any], generation: Mapping[str, Any]) -> Model
     num_layers, num_heads = _count(raw, "num_hidden_layers"), _count(raw, "num_attention_heads")
     hidden_size = _count(raw, "hidden_size")
     attention_bias = bool(raw.get("attention_bias", False))
+    rope = _parse_rope(raw, max_context)
     return ModelConfig(
         architecture=architecture,
         num_layers=num_layers,
@@ -57,9 +58,9 @@ def parse_config(raw: Mapping[str, Any], generation: Mapping[str, Any]) -> Model
         num_kv_heads=_count(raw, "num_key_value_heads", num_heads),
         head_dim=_count(raw, "head_dim", hidden_size // num_heads),
         vocab_size=_count(raw, "vocab_size"),
-        max_context=max_context,
+        max_context=rope.max_context(max_context),
         rms_norm_eps=_number(raw, "rms_norm_eps", 1e-6),
-        rope=_parse_rope(raw, max_context),
+        rope=rope,
         nope_layers=_nope_layers(raw, num_layers) if architecture == "SmolLM3ForCausalLM" else frozenset(),
         tie_word_embeddings=bool(raw.get("tie_word_embeddings", architecture == "SmolLM3ForCausalLM")),
         qkv_bias=architecture == "Qwen2ForCausalLM" or attention_bias,

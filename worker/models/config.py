@@ -42,6 +42,14 @@ class RopeConfig:
         if self.theta <= 1 or self.factor <= 0:
             raise ModelError(f"a RoPE base of {self.theta} with factor {self.factor} makes no sense")
 
+    def max_context(self, stated: int) -> int:
+        """Positions that the embedding serves, where the checkpoint states ``stated``.
+
+        Recipes for YaRN (Qwen's, for one) leave max_position_embeddings at what was trained and mean that times the
+        factor; others state the product. vLLM reads them in the same way.
+        """
+        return max(stated, int(self.original_max_context * self.factor)) if self.kind == "yarn" else stated
+
     def inverse_frequencies(self, head_dim: int) -> list[float]:
         """Radians per position of each of the ``head_dim / 2`` channel pairs.
 
