@@ -11,10 +11,11 @@ import gguf
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer
 from tokenizers import models as token_models
 
-from tests.worker.tiny_models import CPU, golden_texts, logits_of, random_model, runner_of, write_folder
+from tests.worker.tiny_models import CPU, golden_texts, greedy_text, logits_of, random_model, runner_of, write_folder
 from worker.loading import default_model_path, load_config, load_model, model_fingerprint
 from worker.loading.gguf_file import checkpoint_name
 from worker.loading.huggingface import parse_config
@@ -181,6 +182,24 @@ def test_a_tensor_of_another_shape_than_the_configuration_is_refused(tmp_path: P
     (tmp_path / "config.json").write_text(json.dumps(raw | {"num_hidden_layers": 9}))
     with pytest.raises(ModelError, match=r"no tensor 'model\.layers\.3"):
         runner_of(tmp_path)
+
+
+def test_tensors_that_the_configuration_has_no_use_for_are_refused_by_name(tmp_path: Path) -> None:
+    write_folder(random_model("llama", attention_bias=True), tmp_path)
+    raw = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(raw | {"attention_bias": False}))
+    with pytest.raises(ModelError, match=r"12 tensors .* first 'model\.layers\.0\.self_attn\.k_proj\.bias'"):
+        runner_of(tmp_path)
+
+
+def test_what_older_checkpoints_carry_without_need_is_passed_over(tmp_path: Path) -> None:
+    write_folder(random_model("llama", tie_word_embeddings=True), tmp_path)
+    file = tmp_path / "model.safetensors"
+    tensors = load_file(file)
+    tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].clone()
+    tensors["model.layers.0.self_attn.rotary_emb.inv_freq"] = torch.ones(6)
+    save_file(tensors, file)
+    assert greedy_text(runner_of(tmp_path), PROMPT, 2)
 
 
 def test_fingerprints_follow_content_and_not_place(tmp_path: Path) -> None:

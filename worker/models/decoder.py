@@ -42,7 +42,8 @@ class Decoder:
     def __init__(self, config: ModelConfig, weights: Weights, ops: Ops) -> None:
         """Takes the tensors out of ``weights`` as it fuses them, so that no model stands in memory twice.
 
-        Raises ``ModelError`` when a tensor is missing or has another shape than ``config`` says.
+        Raises ``ModelError`` when a tensor is missing, has another shape than ``config`` says, or is left over: without
+        a bias that was trained, say, the model would answer, and wrongly.
         """
         self.config = config
         self._ops = ops
@@ -54,6 +55,7 @@ class Decoder:
         head = self.embedding if config.tie_word_embeddings else self._take("lm_head.weight", config.vocab_size, hidden)
         self._head = ops.linear(head)
         self._rope = _rope_tables(config, self.embedding.dtype, self.embedding.device)
+        self._take.check_all_taken()
         del self._take
 
     @property
@@ -155,6 +157,13 @@ class _Taker:
         if weight.shape != shape:
             raise ModelError(f"tensor {name!r} has shape {list(weight.shape)}, the configuration says {list(shape)}")
         return weight
+
+    def check_all_taken(self) -> None:
+        if self._weights:
+            raise ModelError(
+                f"the checkpoint has {len(self._weights)} tensors for which the configuration has no use, first "
+                f"{min(self._weights)!r}: the two do not belong together, or the model has parts that are not supported"
+            )
 
 
 def _rope_tables(config: ModelConfig, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor]:
