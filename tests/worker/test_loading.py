@@ -29,7 +29,7 @@ def test_the_packaged_model_is_smollm2() -> None:
     config = load_config(default_model_path())
     assert (config.num_layers, config.hidden_size, config.num_heads, config.num_kv_heads) == (30, 576, 9, 3)
     assert (config.head_dim, config.vocab_size, config.max_context) == (64, 49152, 8192)
-    assert (config.rope.theta, config.tie_word_embeddings, config.eos_token_ids) == (100_000, True, (2,))
+    assert (config.rope.theta, config.tie_word_embeddings, config.eos_token_ids) == (100_000, True, (2, 0))
     assert config.kv_bytes_per_token(2) == 23_040
 
 
@@ -54,7 +54,7 @@ def test_the_tokenizer_of_the_packaged_model_gives_the_golden_ids() -> None:
         assert tokenizer.encode(one["text"], add_special_tokens=False).ids == one["token_ids"], one["text"]
         assert tokenizer.decode(one["token_ids"], skip_special_tokens=False) == one["text"]
     assert (files.bos_token, files.eos_token, files.unk_token) == ("<|im_start|>", "<|im_end|>", "<|endoftext|>")
-    assert files.eos_token_ids == (2,)
+    assert files.eos_token_ids == (2, 0)
     assert "add_generation_prompt" in (files.chat_template or "")
 
 

@@ -5,7 +5,7 @@ rotary halves interleaved; here they are put back in the order of Hugging Face c
 """
 
 from collections.abc import Iterator
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +28,11 @@ _LAYER_NAMES = {
     "ffn_down": "mlp.down_proj",
 }
 _GLOBAL_NAMES = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
+# Files name one end token, seldom two, while a chat may end with others as well. llama.cpp (src/llama-vocab.cpp) takes
+# these for the end of an answer wherever the vocabulary has them; those of other architectures are left out.
+END_TOKENS = frozenset(
+    ("<|eot_id|>", "<|eom_id|>", "<|im_end|>", "<|end|>", "<end_of_turn>", "<|end_of_text|>", "<|endoftext|>", "</s>")
+)
 _FREQUENCY_DIVISORS = "rope_freqs.weight"
 
 
@@ -49,7 +54,6 @@ def load_config(path: Path) -> ModelConfig:
     if window and window < max_context:
         raise ModelError(f"sliding-window attention (window {window}, context {max_context}) is not supported")
     rope = _parse_rope(metadata, max_context)
-    eos = [metadata.get(f"tokenizer.ggml.{name}_token_id") for name in ("eos", "eot", "eom")]
     return ModelConfig(
         architecture="LlamaForCausalLM",
         num_layers=metadata.count("llama.block_count"),
@@ -67,8 +71,15 @@ def load_config(path: Path) -> ModelConfig:
         output_bias="blk.0.attn_output.bias" in tensors,
         mlp_bias="blk.0.ffn_gate.bias" in tensors,
         bos_token_id=metadata.get("tokenizer.ggml.bos_token_id"),
-        eos_token_ids=tuple(dict.fromkeys(one for one in eos if one is not None)),
+        eos_token_ids=end_token_ids(metadata),
     )
+
+
+def end_token_ids(metadata: "Metadata") -> tuple[int, ...]:
+    """The tokens that end an answer: those that the file names, then those that llama.cpp knows by their text."""
+    named = [metadata.get(f"tokenizer.ggml.{name}_token_id") for name in ("eos", "eot", "eom")]
+    by_text = [index for index, token in enumerate(metadata.tokens) if token in END_TOKENS]
+    return tuple(dict.fromkeys([*(one for one in named if one is not None), *by_text]))
 
 
 def tensors(path: Path, config: ModelConfig) -> tuple[Iterator[tuple[str, Tensor]], int]:
@@ -136,6 +147,12 @@ class Metadata:
         if not isinstance(value, int) or value < 1:
             raise ModelError(f"{self._path}: {key!r} is {value!r}, not a whole number above 0")
         return value
+
+    @cached_property
+    def tokens(self) -> list[str]:
+        """The vocabulary in the order of ids; empty where the file has none."""
+        tokens: list[str] = self.get("tokenizer.ggml.tokens", [])
+        return tokens
 
     def shape(self, name: str) -> tuple[int, ...]:
         """Shape of a tensor, rows first (GGUF lists them the other way round)."""

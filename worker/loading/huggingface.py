@@ -199,8 +199,14 @@ def _parse_rope(raw: Mapping[str, Any], max_context: int) -> RopeConfig:
         return RopeConfig(theta=theta)
     if kind not in ("linear", "llama3", "yarn"):
         raise ModelError(f"RoPE scaling {kind!r} is not supported; supported: default, linear, llama3, yarn")
-    numbers = ("low_freq_factor", "high_freq_factor", "beta_fast", "beta_slow")
-    numbers += ("attention_factor", "mscale", "mscale_all_dim")
+    optional: dict[str, Any] = {
+        name: _number(scaling, name)
+        for name in (
+            *("low_freq_factor", "high_freq_factor", "beta_fast", "beta_slow"),
+            *("attention_factor", "mscale", "mscale_all_dim"),
+        )
+        if scaling.get(name) is not None
+    }
     original = _count(raw, "original_max_position_embeddings", max_context)
     return RopeConfig(
         theta=theta,
@@ -208,7 +214,7 @@ def _parse_rope(raw: Mapping[str, Any], max_context: int) -> RopeConfig:
         factor=_number(scaling, "factor"),
         original_max_context=_count(scaling, "original_max_position_embeddings", original),
         truncate=bool(scaling.get("truncate", True)),
-        **{name: _number(scaling, name) for name in numbers if scaling.get(name) is not None},
+        **optional,
     )
 
 
