@@ -78,6 +78,10 @@ class Failure(Enum):
     STOPPED = "the engine has stopped"
 
 
+OUTCOMES = ("stop", "length", "cancelled", *(failure.name.lower() for failure in Failure))
+"""How a choice ends."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Request:
     """A checked request. ``sampling.seed`` is that of choice 0; the others derive theirs from it."""
@@ -151,6 +155,10 @@ class StepReport:
     ttfts_s: list[float] = field(default_factory=list)  # user traffic, queueing included
     token_gaps_s: list[float] = field(default_factory=list)  # between two tokens of one choice, user traffic
     num_preemptions: int = 0
+    num_output_tokens: int = 0  # user traffic
+    outcomes: list[str] = field(default_factory=list)  # of choices that ended, user traffic: see OUTCOMES
+    prefill_steps_s: list[float] = field(default_factory=list)  # steps that read prompts, and may decode beside
+    decode_steps_s: list[float] = field(default_factory=list)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -393,6 +401,8 @@ class Engine:
         detail = f"{type(death).__name__}: {death}" if death else ""
         for running in self._running.values():
             self._report.deliveries.append((running.sink, self._ending(running, Failure.STOPPED, detail)))
+            if not running.request.synthetic:
+                self._report.outcomes += ["stopped"] * running.num_open
         self._running.clear()
         self._loop.call_soon_threadsafe(self._deliver, self._report)
         if death is not None:
@@ -413,7 +423,7 @@ class Engine:
     def _cancel(self, number: int) -> None:
         running = self._running.pop(number, None)
         if running is not None:
-            self._drop(running, time.monotonic())
+            self._drop(running, time.monotonic(), "cancelled")
             self._ended(running)
 
     def _add_adapter(self, adapter: str, weights: Any, max_adapters: int) -> None:
@@ -467,6 +477,8 @@ class Engine:
         after = time.monotonic()
         if step.num_prefill_tokens:
             self._learn_speed(step.num_prefill_tokens, after - computing_s)
+        steps_s = self._report.prefill_steps_s if step.num_prefill_tokens else self._report.decode_steps_s
+        steps_s.append(after - now)
         for choice, piece, result in zip(step.choices, step.slices, results, strict=True):
             if choice.state is not ChoiceState.RUNNING:  # its request failed through another choice a moment ago
                 continue
@@ -523,14 +535,15 @@ class Engine:
                 self._report.ttfts_s.append(now - answer.running.arrival_s)
         elif not request.synthetic:
             self._report.token_gaps_s.append(now - answer.last_token_s)
+        self._report.num_output_tokens += not request.synthetic
         answer.last_token_s = now
         self._scheduler.draw(choice, token_id)
         self._report.deliveries.append((answer.running.sink, piece))
         if piece.finish_reason:
-            self._finish_choice(answer.running, choice, now)
+            self._finish_choice(answer.running, choice, now, piece.finish_reason)
 
-    def _finish_choice(self, running: _Running, choice: Choice, now: float) -> None:
-        self._close(running, choice, now)
+    def _finish_choice(self, running: _Running, choice: Choice, now: float, outcome: str) -> None:
+        self._close(running, choice, now, outcome)
         running.num_open -= 1
         if not running.num_open:
             del self._running[running.number]
@@ -540,16 +553,18 @@ class Engine:
     def _fail(self, running: _Running, failure: Failure, now: float, detail: str = "") -> None:
         """End a request and all its choices. Twice is once."""
         if self._running.pop(running.number, None) is not None:
-            self._drop(running, now)
+            self._drop(running, now, failure.name.lower())
             self._ended(running)
             self._report.deliveries.append((running.sink, self._ending(running, failure, detail)))
 
-    def _drop(self, running: _Running, now: float) -> None:
+    def _drop(self, running: _Running, now: float, outcome: str) -> None:
         for choice in running.choices:
             if choice.state is not ChoiceState.ENDED:
-                self._close(running, choice, now)
+                self._close(running, choice, now, outcome)
 
-    def _close(self, running: _Running, choice: Choice, now: float) -> None:
+    def _close(self, running: _Running, choice: Choice, now: float, outcome: str) -> None:
+        if not running.request.synthetic:
+            self._report.outcomes.append(outcome)
         if self._cache.enabled:
             block_size = self._cache.scheme.block_size
             first = len(running.request.token_ids) // block_size
@@ -601,7 +616,7 @@ class Engine:
         self._num_preemptions_reported = preemptions
         if now - self._published_s >= SNAPSHOT_INTERVAL_S or not self._scheduler.has_work:
             self._publish(now)
-        if report.deliveries or report.events or report.admitted or report.num_preemptions:
+        if report.deliveries or report.events or report.admitted or report.outcomes or report.num_preemptions:
             self._report = StepReport()
             self._loop.call_soon_threadsafe(self._deliver, report)
 

@@ -15,13 +15,14 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.registry import Collector
 
 from cache.events import Removed
-from worker.engine import Admitted, EngineSnapshot, StepReport
+from worker.engine import OUTCOMES, Admitted, EngineSnapshot, StepReport
 
 SETTLING_S = 60.0  # the steady hit rate leaves out the first minute, when every cache is cold
 LOW_HIT_RATE = 0.3  # below it ``status`` says why
 
 _TTFT_BUCKETS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60)
 _TOKEN_BUCKETS = (0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.2, 0.5, 1, 2.5)
+_STEP_BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10)
 _QUEUE_BUCKETS = (0.001, 0.01, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60)
 
 
@@ -93,6 +94,13 @@ class WorkerMetrics:
         self._ttft = self._histogram("ttft_seconds", "Arrival to first token.", _TTFT_BUCKETS)
         self._inter_token = self._histogram("inter_token_seconds", "Between two tokens of an answer.", _TOKEN_BUCKETS)
         self._queue = self._histogram("queue_seconds", "Arrival to first blocks.", _QUEUE_BUCKETS)
+        self._output = self._counter("output_tokens", "Tokens of answers, user traffic.")
+        self._ended = self._counter("ended_choices", "Choices that ended, by how, user traffic.", "outcome")
+        self._steps = self._histogram(
+            "step_seconds", "Engine steps: those that read prompts, and those that only decode.", _STEP_BUCKETS, "kind"
+        )
+        for outcome in OUTCOMES:
+            self._ended.labels(outcome)
         self._tls_expiry = Gauge(
             "warmfront_worker_tls_certificate_expiry_timestamp_seconds",
             "When a certificate of this worker ends, in seconds since 1970.",
@@ -115,6 +123,12 @@ class WorkerMetrics:
             self._inter_token.observe(seconds)
         if report.num_preemptions:
             self._preemptions.inc(report.num_preemptions)
+        self._output.inc(report.num_output_tokens)
+        for outcome in report.outcomes:
+            self._ended.labels(outcome).inc()
+        for kind, steps_s in (("prefill", report.prefill_steps_s), ("decode", report.decode_steps_s)):
+            for seconds in steps_s:
+                self._steps.labels(kind).observe(seconds)
         for event in report.events.events if report.events else ():
             if isinstance(event, Removed):
                 self._evictions.labels(event.reason.name.lower()).inc(len(event.keys))
@@ -175,8 +189,8 @@ class WorkerMetrics:
     def _counter(self, name: str, text: str, *labels: str) -> Counter:
         return Counter(f"warmfront_worker_{name}", text, labels, registry=self.registry)
 
-    def _histogram(self, name: str, text: str, buckets: tuple[float, ...]) -> Histogram:
-        return Histogram(f"warmfront_worker_{name}", text, buckets=buckets, registry=self.registry)
+    def _histogram(self, name: str, text: str, buckets: tuple[float, ...], *labels: str) -> Histogram:
+        return Histogram(f"warmfront_worker_{name}", text, labels, buckets=buckets, registry=self.registry)
 
 
 class _CacheCollector(Collector):
@@ -198,6 +212,19 @@ class _CacheCollector(Collector):
             blocks.add_metric(["host_total"], view.num_host_blocks)
             blocks.add_metric(["host_cached"], view.num_host_cached_blocks)
         yield blocks
+        choices = GaugeMetricFamily(
+            "warmfront_worker_choices",
+            "Choices in the engine: waiting for a first token, and running.",
+            labels=["state"],
+        )
+        choices.add_metric(["waiting"], view.waiting)
+        choices.add_metric(["running"], view.running)
+        yield choices
+        yield GaugeMetricFamily(
+            "warmfront_worker_waiting_tokens",
+            "Tokens to compute before every choice has its first.",
+            view.waiting_tokens,
+        )
         yield CounterMetricFamily(
             "warmfront_worker_sub_block_tokens_lost",
             "Prompt tokens that stood in a block which differs further on, and were computed again.",
@@ -223,6 +250,8 @@ class _Compat:
         self._prompt = counter("vllm:prompt_tokens", "Prompt tokens.")
         self._cached = counter("vllm:prompt_tokens_cached", "Prompt tokens not computed.")
         self._preemptions = counter("vllm:num_preemptions", "Preemptions.")
+        self._output = counter("vllm:generation_tokens", "Tokens of answers.")
+        self._success = Counter("vllm:request_success", "Ended requests.", ["finished_reason"], registry=registry)
         self._ttft = Histogram("vllm:time_to_first_token_seconds", "TTFT.", buckets=_TTFT_BUCKETS, registry=registry)
         self._inter_token = Histogram(
             "vllm:inter_token_latency_seconds", "Between tokens.", buckets=_TOKEN_BUCKETS, registry=registry
@@ -255,6 +284,9 @@ class _Compat:
                 for counter in (self._hits, self._cached):
                     counter.inc(one.num_cached_tokens)
         self._preemptions.inc(report.num_preemptions)
+        self._output.inc(report.num_output_tokens)
+        for outcome in report.outcomes:
+            self._success.labels(outcome if outcome in ("stop", "length") else "abort").inc()
         for seconds in report.ttfts_s:
             self._ttft.observe(seconds)
         for seconds in report.token_gaps_s:

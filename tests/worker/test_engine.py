@@ -3,6 +3,7 @@ from __future__ import annotations
 import asyncio
 import random
 import time
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -187,11 +188,11 @@ async def test_a_full_queue_refuses_at_once() -> None:
             await answer.ended.wait()
 
 
-def poison(how: str) -> FakeRunner:
+def poison(how: str, step_s: float = 0.0) -> FakeRunner:
     def judge(one: SequenceSlice) -> str | None:
         return f"{how}: NaN" if 666 in one.prompt_token_ids else None
 
-    return FakeRunner(65, BLOCK, poison=judge)
+    return FakeRunner(65, BLOCK, poison=judge, step_s=step_s)
 
 
 @pytest.mark.parametrize("how", ["error", "raise"])
@@ -224,6 +225,35 @@ async def test_an_engine_on_which_nothing_works_dies_loudly_and_everyone_hears_o
     assert runs.ending is not None
     assert runs.ending.failure is Failure.STOPPED
     assert "the device is gone" in str(bench.deaths[0])
+
+
+async def test_each_choice_is_counted_once_as_it_ends_with_its_tokens_and_steps() -> None:
+    async def outcomes(bench: Bench, wanted: int) -> Counter[str]:
+        while (seen := Counter(name for report in bench.reports for name in report.outcomes)).total() < wanted:
+            await asyncio.sleep(0.001)
+        return seen
+
+    with running(Bench(poison("error", step_s=0.002))) as bench:
+        await bench.answer(PROMPT, 6, ignore_eos=True, num_choices=2)
+        await bench.answer([7, 8], 5, stop_token_ids=frozenset(range(3, 1000)), synthetic=True)
+        await bench.answer([*PROMPT, 666], 5)
+        await bench.answer(PROMPT, 6, stop_token_ids=frozenset(range(1000)))
+        runs = bench.submit(PROMPT, 400, ignore_eos=True, deadline_s=time.monotonic() + 0.02)
+        await runs.ended.wait()
+        gone = bench.submit(PROMPT, 400, ignore_eos=True)
+        await gone.begun.wait()
+        bench.engine.cancel(gone.number)
+        ended = {"length": 2, "poisoned": 1, "stop": 1, "deadline": 1, "cancelled": 1}
+        assert await outcomes(bench, 6) == ended
+        before = sum(report.num_output_tokens for report in bench.reports)
+        last = bench.submit(PROMPT, 400, ignore_eos=True)
+        await last.begun.wait()
+    assert await outcomes(bench, 7) == ended | {"stopped": 1}
+    assert before >= 2 * 6 + 1 + 1 + 1
+    for kind in ("prefill_steps_s", "decode_steps_s"):
+        steps_s = [seconds for report in bench.reports for seconds in getattr(report, kind)]
+        assert steps_s
+        assert min(steps_s) >= 0
 
 
 async def test_stopping_ends_what_runs_and_takes_nothing_more() -> None:

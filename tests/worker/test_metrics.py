@@ -87,6 +87,27 @@ def test_steps_tell_of_preemptions_evictions_and_times() -> None:
     assert bench.value("warmfront_worker_kv_blocks", state="cached") == 60
 
 
+def test_load_output_outcomes_and_the_length_of_steps_are_told() -> None:
+    bench = Bench()
+    assert bench.value("warmfront_worker_ended_choices_total", outcome="poisoned") == 0
+    report = StepReport(
+        num_output_tokens=5,
+        outcomes=["stop", "stop", "cancelled", "poisoned"],
+        prefill_steps_s=[0.3],
+        decode_steps_s=[0.02, 0.03],
+    )
+    bench.metrics.observe(report, 1.0)
+    assert bench.value("warmfront_worker_output_tokens_total") == 5
+    assert bench.value("warmfront_worker_ended_choices_total", outcome="stop") == 2
+    assert bench.value("warmfront_worker_ended_choices_total", outcome="poisoned") == 1
+    assert bench.value("warmfront_worker_step_seconds_count", kind="prefill") == 1
+    assert bench.value("warmfront_worker_step_seconds_sum", kind="decode") == pytest.approx(0.05)
+    bench.view = replace(bench.view, waiting=3, running=2, waiting_tokens=700)
+    assert bench.value("warmfront_worker_choices", state="waiting") == 3
+    assert bench.value("warmfront_worker_choices", state="running") == 2
+    assert bench.value("warmfront_worker_waiting_tokens") == 700
+
+
 def test_a_window_forgets_what_is_older_than_it() -> None:
     window = HitWindow(1.0, 60)
     window.add(100, 100, 0.5)
@@ -132,4 +153,8 @@ def test_the_names_of_vllm_and_sglang_are_there_when_asked_for() -> None:
     assert bench.value("vllm:prompt_tokens_cached_total") == 40
     assert bench.value("vllm:kv_cache_usage_perc") == 0.25
     assert bench.value("sglang:cache_hit_rate") == 0.4
+    bench.metrics.observe(StepReport(num_output_tokens=7, outcomes=["stop", "length", "deadline", "cancelled"]), 1.0)
+    assert bench.value("vllm:generation_tokens_total") == 7
+    assert bench.value("vllm:request_success_total", finished_reason="stop") == 1
+    assert bench.value("vllm:request_success_total", finished_reason="abort") == 2
     assert Bench().value("vllm:prefix_cache_queries_total") is None
