@@ -177,7 +177,8 @@ class Cluster:
         while True:
             with contextlib.suppress(Failure):
                 found = (await asyncio.to_thread(client.get, "/v1/replicas"))["replicas"]
-                if {one["id"] for one in found if one["state"] == "READY"} >= set(names):
+                is_ready = {one["id"] for one in found if one["state"] == "READY"} >= set(names)
+                if is_ready and await asyncio.to_thread(client.is_ready):
                     return
             dead = [name for name, process in self._processes.items() if process.poll() is not None]
             if dead or time.monotonic() > end_s:

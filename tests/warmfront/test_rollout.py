@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import signal
 import threading
 import time
 from collections.abc import Iterator
@@ -14,7 +16,9 @@ import yaml
 
 from tests.warmfront.conftest import Cli
 from tests.warmfront.test_cluster import Up, ask, started, wait_for
+from warmfront.desired import read_desired
 from warmfront.errors import Failure, WrongUse
+from warmfront.processes import end_of
 from warmfront.rollout import change_settings
 from warmfront.run_dir import RunDir
 from warmfront.wishes import Wishes
@@ -138,6 +142,79 @@ def test_two_of_them_at_once_are_refused(cli: Cli, tmp_path: Path) -> None:
     assert cli("scale", "2", "--desired", str(path), "--no-wait").exit_code == 0
     late = cli("scale", "3", "--desired", str(path), "--deadline", "300ms")  # no controller is there
     assert (late.exit_code, "not 3 READY workers after 300ms" in late.err) == (3, True)
+
+
+class Told:
+    """A controller's files, and what it tells of them."""
+
+    def __init__(self, folder: Path) -> None:
+        self.path, self._status = folder / "desired.yaml", folder / "status.json"
+        self.path.write_text(
+            "redis: redis://127.0.0.1:1/0\nworkers: {replicas: 2, settings: {engine: simulated, max-queue: 7}}\n"
+        )
+
+    def settings(self) -> dict[str, Any]:
+        settings: dict[str, Any] = yaml.safe_load(self.path.read_text())["workers"]["settings"]
+        return settings
+
+    def tell(self, phase: str) -> None:
+        (group,) = read_desired(self.path).groups
+        told = {"revision": group.revision, "phase": phase, "why": "w2: no", "good": "x", "timed_out": False}
+        self._status.write_text(json.dumps({"groups": {"worker": {**told, "count": 2, "new": 0, "ready": 2}}}))
+
+
+@pytest.fixture
+def told(tmp_path: Path) -> Told:
+    return Told(tmp_path)
+
+
+def test_a_rollout_that_was_left_alone_is_not_joined_by_the_next(cli: Cli, told: Told) -> None:
+    where = ("--desired", str(told.path), "--no-wait")
+    assert cli("rollout", *where, "--set", "max-queue=8").exit_code == 0
+    for phase in ("", "rolling", "rolling back"):
+        if phase:
+            told.tell(phase)
+        refused = cli("rollout", *where, "--set", "max-num-seqs=4")
+        assert (refused.exit_code, "is under way" in refused.err) == (2, True)
+    told.tell("rolled back")
+    assert cli("rollout", *where, "--set", "max-num-seqs=4").exit_code == 0
+    assert told.settings() == {"engine": "simulated", "max-queue": 7, "max_num_seqs": 4}
+    told.tell("steady")
+    assert cli("rollout", *where, "--set", "max-queue=9").exit_code == 0
+    assert told.settings() == {"engine": "simulated", "max-queue": 9, "max_num_seqs": 4}
+
+
+def test_a_rollout_that_another_command_has_begun_can_be_taken_back(cli: Cli, told: Told) -> None:
+    where = ("--desired", str(told.path), "--no-wait")
+    before = read_desired(told.path).groups[0].revision
+    nothing = cli("rollout", *where, "--undo")
+    assert (nothing.exit_code, "no rollout of this cluster is under way" in nothing.err) == (2, True)
+    assert cli("rollout", *where, "--set", "max-queue=8").exit_code == 0
+    assert cli("scale", "3", "--desired", str(told.path), "--no-wait").exit_code == 0
+    assert "takes no --model" in cli("rollout", *where, "--undo", "--set", "max-queue=9").err
+    assert cli("rollout", *where, "--undo").exit_code == 0
+    (group,) = read_desired(told.path).groups
+    assert (group.revision, group.count) == (before, 3)
+
+
+def test_what_a_rollout_is_refused_for_leaves_nothing_behind(cli: Cli, told: Told) -> None:
+    where = ("--desired", str(told.path), "--no-wait")
+    for change in ("host-kv-blocks=10000000000000", "kv-blocks=[a", "drain-deadline=[a", "log-level=2026-11-01"):
+        refused = cli("rollout", *where, "--set", change)
+        assert (refused.exit_code, change.split("=")[0] in refused.err) == (2, True), refused.err
+    assert cli("rollout", *where, "--set", "fault=12:30", "--set", "lora-dir=/a,/b").exit_code == 2, (
+        "what it means counts"
+    )
+    assert cli("rollout", *where, "--set", "lora-dir=[/a, /b]", "--set", "attention=010").exit_code == 0
+    assert told.settings() | {"lora_dir": ["/a", "/b"], "attention": "010"} == told.settings()
+
+
+def test_a_part_that_was_killed_is_told_as_such(tmp_path: Path) -> None:
+    log = tmp_path / "w0.log"
+    log.write_text("all is well\n")
+    assert end_of(-signal.SIGKILL, log) == "it was killed (SIGKILL); for want of memory?"
+    assert end_of(-signal.SIGSEGV, log) == "it was killed (SIGSEGV)"
+    assert end_of(1, log) == "all is well"
 
 
 def test_settings_keep_the_spelling_of_their_file_and_an_empty_value_takes_one_away() -> None:
