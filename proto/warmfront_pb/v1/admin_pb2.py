@@ -26,7 +26,7 @@ from warmfront_pb.v1 import common_pb2 as warmfront__pb_dot_v1_dot_common__pb2
 from warmfront_pb.v1 import inference_pb2 as warmfront__pb_dot_v1_dot_inference__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1bwarmfront_pb/v1/admin.proto\x12\x0cwarmfront.v1\x1a\x1cwarmfront_pb/v1/common.proto\x1a\x1fwarmfront_pb/v1/inference.proto\"\x15\n\x13ListReplicasRequest\"r\n\x14ListReplicasResponse\x12\r\n\x05\x66leet\x18\x01 \x01(\t\x12\'\n\x08replicas\x18\x02 \x03(\x0b\x32\x15.warmfront.v1.Replica\x12\"\n\x05queue\x18\x03 \x01(\x0b\x32\x13.warmfront.v1.Queue\"y\n\x05Queue\x12\x10\n\x08requests\x18\x01 \x01(\r\x12\x0e\n\x06tokens\x18\x02 \x01(\x04\x12\x10\n\x08oldest_s\x18\x03 \x01(\x01\x12\x0f\n\x07tenants\x18\x04 \x01(\r\x12\x14\n\x0ctokens_per_s\x18\x05 \x01(\x01\x12\x15\n\rfull_replicas\x18\x06 \x01(\r\"\x93\x01\n\x07Replica\x12)\n\x05lease\x18\x01 \x01(\x0b\x32\x1a.warmfront.v1.ReplicaLease\x12\x13\n\x0blease_age_s\x18\x02 \x01(\x01\x12\x14\n\x0cindex_blocks\x18\x03 \x01(\x04\x12\x17\n\x0finflight_tokens\x18\x04 \x01(\x04\x12\x19\n\x11inflight_requests\x18\x05 \x01(\r\";\n\x13\x44rainReplicaRequest\x12\x0f\n\x07replica\x18\x01 \x01(\t\x12\x13\n\x0b\x64\x65\x61\x64line_ms\x18\x02 \x01(\r\"\'\n\x14\x44rainReplicaResponse\x12\x0f\n\x07running\x18\x01 \x01(\r\"n\n\x0e\x45xplainRequest\x12\x30\n\x07request\x18\x01 \x01(\x0b\x32\x1d.warmfront.v1.GenerateRequestH\x00\x12\x14\n\nrequest_id\x18\x02 \x01(\tH\x00\x12\x0e\n\x04last\x18\x03 \x01(\rH\x00\x42\x04\n\x02of\"B\n\x0f\x45xplainResponse\x12/\n\x0c\x65xplanations\x18\x01 \x03(\x0b\x32\x19.warmfront.v1.Explanation\"\x8c\x03\n\x0b\x45xplanation\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x14\n\x0c\x64\x65\x63ided_at_s\x18\x02 \x01(\x01\x12\x0e\n\x06policy\x18\x03 \x01(\t\x12\x0e\n\x06\x63hosen\x18\x04 \x01(\t\x12\x0e\n\x06reason\x18\x05 \x01(\t\x12\x15\n\rprompt_tokens\x18\x06 \x01(\r\x12\x13\n\x0b\x66ull_blocks\x18\x07 \x01(\r\x12\x12\n\nblock_size\x18\x08 \x01(\r\x12\x0f\n\x07retries\x18\t \x01(\r\x12\x1a\n\rcached_tokens\x18\n \x01(\rH\x00\x88\x01\x01\x12\x13\n\x06ttft_s\x18\x0b \x01(\x01H\x01\x88\x01\x01\x12\x32\n\x08replicas\x18\x0c \x03(\x0b\x32 .warmfront.v1.ReplicaExplanation\x12\x10\n\x08left_out\x18\r \x01(\r\x12\x0f\n\x07queue_s\x18\x0e \x01(\x01\x12-\n\x05\x63\x61\x63he\x18\x0f \x01(\x0b\x32\x1e.warmfront.v1.CacheExplanationB\x10\n\x0e_cached_tokensB\t\n\x07_ttft_s\"\xd4\x02\n\x12ReplicaExplanation\x12\x0f\n\x07replica\x18\x01 \x01(\t\x12\r\n\x05state\x18\x02 \x01(\t\x12\x0e\n\x06reason\x18\x03 \x01(\t\x12\x0e\n\x06\x64\x65tail\x18\x04 \x01(\t\x12\x15\n\rdevice_blocks\x18\x05 \x01(\r\x12\x13\n\x0bhost_blocks\x18\x06 \x01(\r\x12\x16\n\x0epending_blocks\x18\x07 \x01(\r\x12\x16\n\x0ematched_tokens\x18\x08 \x01(\r\x12\x16\n\x0ewaiting_tokens\x18\t \x01(\x01\x12\x18\n\x10waiting_requests\x18\n \x01(\r\x12\x11\n\tin_flight\x18\x0b \x01(\r\x12\x18\n\x10predicted_ttft_s\x18\x0c \x01(\x01\x12\x0e\n\x06wait_s\x18\r \x01(\x01\x12\x0e\n\x06miss_s\x18\x0e \x01(\x01\x12\x13\n\x0b\x64isplaced_s\x18\x0f \x01(\x01\x12\x0e\n\x06\x63ost_s\x18\x10 \x01(\x01\"\x13\n\x11ResetCacheRequest\"T\n\x12ResetCacheResponse\x12\x10\n\x08\x63omplete\x18\x01 \x01(\x08\x12,\n\x08replicas\x18\x02 \x03(\x0b\x32\x1a.warmfront.v1.ReplicaReset\"P\n\x0cReplicaReset\x12\x0f\n\x07replica\x18\x01 \x01(\t\x12\x0f\n\x07outcome\x18\x02 \x01(\t\x12\x0e\n\x06\x62locks\x18\x03 \x01(\r\x12\x0e\n\x06\x64\x65tail\x18\x04 \x01(\t\">\n\x0fLoadLoraRequest\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0c\n\x04path\x18\x02 \x01(\t\x12\x0f\n\x07replica\x18\x03 \x01(\t\"2\n\x11UnloadLoraRequest\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0f\n\x07replica\x18\x02 \x01(\t\"M\n\x0cLoraResponse\x12\x10\n\x08\x63omplete\x18\x01 \x01(\x08\x12+\n\x08replicas\x18\x02 \x03(\x0b\x32\x19.warmfront.v1.ReplicaLora\"o\n\x0bReplicaLora\x12\x0f\n\x07replica\x18\x01 \x01(\t\x12\x0f\n\x07outcome\x18\x02 \x01(\t\x12\x0f\n\x07version\x18\x03 \x01(\t\x12\x0c\n\x04rank\x18\x04 \x01(\r\x12\x0f\n\x07running\x18\x05 \x01(\r\x12\x0e\n\x06\x64\x65tail\x18\x06 \x01(\t\"\x12\n\x10ListLorasRequest\"6\n\x11ListLorasResponse\x12!\n\x05loras\x18\x01 \x03(\x0b\x32\x12.warmfront.v1.Lora\"U\n\x04Lora\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0f\n\x07version\x18\x02 \x01(\t\x12\x0c\n\x04rank\x18\x03 \x01(\r\x12\x10\n\x08replicas\x18\x04 \x03(\t\x12\x0e\n\x06served\x18\x05 \x01(\x08\x32\xae\x04\n\x05\x41\x64min\x12U\n\x0cListReplicas\x12!.warmfront.v1.ListReplicasRequest\x1a\".warmfront.v1.ListReplicasResponse\x12U\n\x0c\x44rainReplica\x12!.warmfront.v1.DrainReplicaRequest\x1a\".warmfront.v1.DrainReplicaResponse\x12\x46\n\x07\x45xplain\x12\x1c.warmfront.v1.ExplainRequest\x1a\x1d.warmfront.v1.ExplainResponse\x12O\n\nResetCache\x12\x1f.warmfront.v1.ResetCacheRequest\x1a .warmfront.v1.ResetCacheResponse\x12\x45\n\x08LoadLora\x12\x1d.warmfront.v1.LoadLoraRequest\x1a\x1a.warmfront.v1.LoraResponse\x12I\n\nUnloadLora\x12\x1f.warmfront.v1.UnloadLoraRequest\x1a\x1a.warmfront.v1.LoraResponse\x12L\n\tListLoras\x12\x1e.warmfront.v1.ListLorasRequest\x1a\x1f.warmfront.v1.ListLorasResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1bwarmfront_pb/v1/admin.proto\x12\x0cwarmfront.v1\x1a\x1cwarmfront_pb/v1/common.proto\x1a\x1fwarmfront_pb/v1/inference.proto\"\x15\n\x13ListReplicasRequest\"r\n\x14ListReplicasResponse\x12\r\n\x05\x66leet\x18\x01 \x01(\t\x12\'\n\x08replicas\x18\x02 \x03(\x0b\x32\x15.warmfront.v1.Replica\x12\"\n\x05queue\x18\x03 \x01(\x0b\x32\x13.warmfront.v1.Queue\"y\n\x05Queue\x12\x10\n\x08requests\x18\x01 \x01(\r\x12\x0e\n\x06tokens\x18\x02 \x01(\x04\x12\x10\n\x08oldest_s\x18\x03 \x01(\x01\x12\x0f\n\x07tenants\x18\x04 \x01(\r\x12\x14\n\x0ctokens_per_s\x18\x05 \x01(\x01\x12\x15\n\rfull_replicas\x18\x06 \x01(\r\"\xa5\x01\n\x07Replica\x12)\n\x05lease\x18\x01 \x01(\x0b\x32\x1a.warmfront.v1.ReplicaLease\x12\x13\n\x0blease_age_s\x18\x02 \x01(\x01\x12\x14\n\x0cindex_blocks\x18\x03 \x01(\x04\x12\x17\n\x0finflight_tokens\x18\x04 \x01(\x04\x12\x19\n\x11inflight_requests\x18\x05 \x01(\r\x12\x10\n\x08restarts\x18\x06 \x01(\r\";\n\x13\x44rainReplicaRequest\x12\x0f\n\x07replica\x18\x01 \x01(\t\x12\x13\n\x0b\x64\x65\x61\x64line_ms\x18\x02 \x01(\r\"\'\n\x14\x44rainReplicaResponse\x12\x0f\n\x07running\x18\x01 \x01(\r\"n\n\x0e\x45xplainRequest\x12\x30\n\x07request\x18\x01 \x01(\x0b\x32\x1d.warmfront.v1.GenerateRequestH\x00\x12\x14\n\nrequest_id\x18\x02 \x01(\tH\x00\x12\x0e\n\x04last\x18\x03 \x01(\rH\x00\x42\x04\n\x02of\"B\n\x0f\x45xplainResponse\x12/\n\x0c\x65xplanations\x18\x01 \x03(\x0b\x32\x19.warmfront.v1.Explanation\"\x8c\x03\n\x0b\x45xplanation\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x14\n\x0c\x64\x65\x63ided_at_s\x18\x02 \x01(\x01\x12\x0e\n\x06policy\x18\x03 \x01(\t\x12\x0e\n\x06\x63hosen\x18\x04 \x01(\t\x12\x0e\n\x06reason\x18\x05 \x01(\t\x12\x15\n\rprompt_tokens\x18\x06 \x01(\r\x12\x13\n\x0b\x66ull_blocks\x18\x07 \x01(\r\x12\x12\n\nblock_size\x18\x08 \x01(\r\x12\x0f\n\x07retries\x18\t \x01(\r\x12\x1a\n\rcached_tokens\x18\n \x01(\rH\x00\x88\x01\x01\x12\x13\n\x06ttft_s\x18\x0b \x01(\x01H\x01\x88\x01\x01\x12\x32\n\x08replicas\x18\x0c \x03(\x0b\x32 .warmfront.v1.ReplicaExplanation\x12\x10\n\x08left_out\x18\r \x01(\r\x12\x0f\n\x07queue_s\x18\x0e \x01(\x01\x12-\n\x05\x63\x61\x63he\x18\x0f \x01(\x0b\x32\x1e.warmfront.v1.CacheExplanationB\x10\n\x0e_cached_tokensB\t\n\x07_ttft_s\"\xd4\x02\n\x12ReplicaExplanation\x12\x0f\n\x07replica\x18\x01 \x01(\t\x12\r\n\x05state\x18\x02 \x01(\t\x12\x0e\n\x06reason\x18\x03 \x01(\t\x12\x0e\n\x06\x64\x65tail\x18\x04 \x01(\t\x12\x15\n\rdevice_blocks\x18\x05 \x01(\r\x12\x13\n\x0bhost_blocks\x18\x06 \x01(\r\x12\x16\n\x0epending_blocks\x18\x07 \x01(\r\x12\x16\n\x0ematched_tokens\x18\x08 \x01(\r\x12\x16\n\x0ewaiting_tokens\x18\t \x01(\x01\x12\x18\n\x10waiting_requests\x18\n \x01(\r\x12\x11\n\tin_flight\x18\x0b \x01(\r\x12\x18\n\x10predicted_ttft_s\x18\x0c \x01(\x01\x12\x0e\n\x06wait_s\x18\r \x01(\x01\x12\x0e\n\x06miss_s\x18\x0e \x01(\x01\x12\x13\n\x0b\x64isplaced_s\x18\x0f \x01(\x01\x12\x0e\n\x06\x63ost_s\x18\x10 \x01(\x01\"\x13\n\x11ResetCacheRequest\"T\n\x12ResetCacheResponse\x12\x10\n\x08\x63omplete\x18\x01 \x01(\x08\x12,\n\x08replicas\x18\x02 \x03(\x0b\x32\x1a.warmfront.v1.ReplicaReset\"P\n\x0cReplicaReset\x12\x0f\n\x07replica\x18\x01 \x01(\t\x12\x0f\n\x07outcome\x18\x02 \x01(\t\x12\x0e\n\x06\x62locks\x18\x03 \x01(\r\x12\x0e\n\x06\x64\x65tail\x18\x04 \x01(\t\">\n\x0fLoadLoraRequest\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0c\n\x04path\x18\x02 \x01(\t\x12\x0f\n\x07replica\x18\x03 \x01(\t\"2\n\x11UnloadLoraRequest\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0f\n\x07replica\x18\x02 \x01(\t\"M\n\x0cLoraResponse\x12\x10\n\x08\x63omplete\x18\x01 \x01(\x08\x12+\n\x08replicas\x18\x02 \x03(\x0b\x32\x19.warmfront.v1.ReplicaLora\"o\n\x0bReplicaLora\x12\x0f\n\x07replica\x18\x01 \x01(\t\x12\x0f\n\x07outcome\x18\x02 \x01(\t\x12\x0f\n\x07version\x18\x03 \x01(\t\x12\x0c\n\x04rank\x18\x04 \x01(\r\x12\x0f\n\x07running\x18\x05 \x01(\r\x12\x0e\n\x06\x64\x65tail\x18\x06 \x01(\t\"\x12\n\x10ListLorasRequest\"6\n\x11ListLorasResponse\x12!\n\x05loras\x18\x01 \x03(\x0b\x32\x12.warmfront.v1.Lora\"U\n\x04Lora\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0f\n\x07version\x18\x02 \x01(\t\x12\x0c\n\x04rank\x18\x03 \x01(\r\x12\x10\n\x08replicas\x18\x04 \x03(\t\x12\x0e\n\x06served\x18\x05 \x01(\x08\x32\xae\x04\n\x05\x41\x64min\x12U\n\x0cListReplicas\x12!.warmfront.v1.ListReplicasRequest\x1a\".warmfront.v1.ListReplicasResponse\x12U\n\x0c\x44rainReplica\x12!.warmfront.v1.DrainReplicaRequest\x1a\".warmfront.v1.DrainReplicaResponse\x12\x46\n\x07\x45xplain\x12\x1c.warmfront.v1.ExplainRequest\x1a\x1d.warmfront.v1.ExplainResponse\x12O\n\nResetCache\x12\x1f.warmfront.v1.ResetCacheRequest\x1a .warmfront.v1.ResetCacheResponse\x12\x45\n\x08LoadLora\x12\x1d.warmfront.v1.LoadLoraRequest\x1a\x1a.warmfront.v1.LoraResponse\x12I\n\nUnloadLora\x12\x1f.warmfront.v1.UnloadLoraRequest\x1a\x1a.warmfront.v1.LoraResponse\x12L\n\tListLoras\x12\x1e.warmfront.v1.ListLorasRequest\x1a\x1f.warmfront.v1.ListLorasResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -40,39 +40,39 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_QUEUE']._serialized_start=247
   _globals['_QUEUE']._serialized_end=368
   _globals['_REPLICA']._serialized_start=371
-  _globals['_REPLICA']._serialized_end=518
-  _globals['_DRAINREPLICAREQUEST']._serialized_start=520
-  _globals['_DRAINREPLICAREQUEST']._serialized_end=579
-  _globals['_DRAINREPLICARESPONSE']._serialized_start=581
-  _globals['_DRAINREPLICARESPONSE']._serialized_end=620
-  _globals['_EXPLAINREQUEST']._serialized_start=622
-  _globals['_EXPLAINREQUEST']._serialized_end=732
-  _globals['_EXPLAINRESPONSE']._serialized_start=734
-  _globals['_EXPLAINRESPONSE']._serialized_end=800
-  _globals['_EXPLANATION']._serialized_start=803
-  _globals['_EXPLANATION']._serialized_end=1199
-  _globals['_REPLICAEXPLANATION']._serialized_start=1202
-  _globals['_REPLICAEXPLANATION']._serialized_end=1542
-  _globals['_RESETCACHEREQUEST']._serialized_start=1544
-  _globals['_RESETCACHEREQUEST']._serialized_end=1563
-  _globals['_RESETCACHERESPONSE']._serialized_start=1565
-  _globals['_RESETCACHERESPONSE']._serialized_end=1649
-  _globals['_REPLICARESET']._serialized_start=1651
-  _globals['_REPLICARESET']._serialized_end=1731
-  _globals['_LOADLORAREQUEST']._serialized_start=1733
-  _globals['_LOADLORAREQUEST']._serialized_end=1795
-  _globals['_UNLOADLORAREQUEST']._serialized_start=1797
-  _globals['_UNLOADLORAREQUEST']._serialized_end=1847
-  _globals['_LORARESPONSE']._serialized_start=1849
-  _globals['_LORARESPONSE']._serialized_end=1926
-  _globals['_REPLICALORA']._serialized_start=1928
-  _globals['_REPLICALORA']._serialized_end=2039
-  _globals['_LISTLORASREQUEST']._serialized_start=2041
-  _globals['_LISTLORASREQUEST']._serialized_end=2059
-  _globals['_LISTLORASRESPONSE']._serialized_start=2061
-  _globals['_LISTLORASRESPONSE']._serialized_end=2115
-  _globals['_LORA']._serialized_start=2117
-  _globals['_LORA']._serialized_end=2202
-  _globals['_ADMIN']._serialized_start=2205
-  _globals['_ADMIN']._serialized_end=2763
+  _globals['_REPLICA']._serialized_end=536
+  _globals['_DRAINREPLICAREQUEST']._serialized_start=538
+  _globals['_DRAINREPLICAREQUEST']._serialized_end=597
+  _globals['_DRAINREPLICARESPONSE']._serialized_start=599
+  _globals['_DRAINREPLICARESPONSE']._serialized_end=638
+  _globals['_EXPLAINREQUEST']._serialized_start=640
+  _globals['_EXPLAINREQUEST']._serialized_end=750
+  _globals['_EXPLAINRESPONSE']._serialized_start=752
+  _globals['_EXPLAINRESPONSE']._serialized_end=818
+  _globals['_EXPLANATION']._serialized_start=821
+  _globals['_EXPLANATION']._serialized_end=1217
+  _globals['_REPLICAEXPLANATION']._serialized_start=1220
+  _globals['_REPLICAEXPLANATION']._serialized_end=1560
+  _globals['_RESETCACHEREQUEST']._serialized_start=1562
+  _globals['_RESETCACHEREQUEST']._serialized_end=1581
+  _globals['_RESETCACHERESPONSE']._serialized_start=1583
+  _globals['_RESETCACHERESPONSE']._serialized_end=1667
+  _globals['_REPLICARESET']._serialized_start=1669
+  _globals['_REPLICARESET']._serialized_end=1749
+  _globals['_LOADLORAREQUEST']._serialized_start=1751
+  _globals['_LOADLORAREQUEST']._serialized_end=1813
+  _globals['_UNLOADLORAREQUEST']._serialized_start=1815
+  _globals['_UNLOADLORAREQUEST']._serialized_end=1865
+  _globals['_LORARESPONSE']._serialized_start=1867
+  _globals['_LORARESPONSE']._serialized_end=1944
+  _globals['_REPLICALORA']._serialized_start=1946
+  _globals['_REPLICALORA']._serialized_end=2057
+  _globals['_LISTLORASREQUEST']._serialized_start=2059
+  _globals['_LISTLORASREQUEST']._serialized_end=2077
+  _globals['_LISTLORASRESPONSE']._serialized_start=2079
+  _globals['_LISTLORASRESPONSE']._serialized_end=2133
+  _globals['_LORA']._serialized_start=2135
+  _globals['_LORA']._serialized_end=2220
+  _globals['_ADMIN']._serialized_start=2223
+  _globals['_ADMIN']._serialized_end=2781
 # @@protoc_insertion_point(module_scope)

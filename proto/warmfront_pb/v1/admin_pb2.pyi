@@ -39,18 +39,20 @@ class Queue(_message.Message):
     def __init__(self, requests: _Optional[int] = ..., tokens: _Optional[int] = ..., oldest_s: _Optional[float] = ..., tenants: _Optional[int] = ..., tokens_per_s: _Optional[float] = ..., full_replicas: _Optional[int] = ...) -> None: ...
 
 class Replica(_message.Message):
-    __slots__ = ("lease", "lease_age_s", "index_blocks", "inflight_tokens", "inflight_requests")
+    __slots__ = ("lease", "lease_age_s", "index_blocks", "inflight_tokens", "inflight_requests", "restarts")
     LEASE_FIELD_NUMBER: _ClassVar[int]
     LEASE_AGE_S_FIELD_NUMBER: _ClassVar[int]
     INDEX_BLOCKS_FIELD_NUMBER: _ClassVar[int]
     INFLIGHT_TOKENS_FIELD_NUMBER: _ClassVar[int]
     INFLIGHT_REQUESTS_FIELD_NUMBER: _ClassVar[int]
+    RESTARTS_FIELD_NUMBER: _ClassVar[int]
     lease: _common_pb2.ReplicaLease
     lease_age_s: float
     index_blocks: int
     inflight_tokens: int
     inflight_requests: int
-    def __init__(self, lease: _Optional[_Union[_common_pb2.ReplicaLease, _Mapping]] = ..., lease_age_s: _Optional[float] = ..., index_blocks: _Optional[int] = ..., inflight_tokens: _Optional[int] = ..., inflight_requests: _Optional[int] = ...) -> None: ...
+    restarts: int
+    def __init__(self, lease: _Optional[_Union[_common_pb2.ReplicaLease, _Mapping]] = ..., lease_age_s: _Optional[float] = ..., index_blocks: _Optional[int] = ..., inflight_tokens: _Optional[int] = ..., inflight_requests: _Optional[int] = ..., restarts: _Optional[int] = ...) -> None: ...
 
 class DrainReplicaRequest(_message.Message):
     __slots__ = ("replica", "deadline_ms")

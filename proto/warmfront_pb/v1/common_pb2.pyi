@@ -115,7 +115,7 @@ class Load(_message.Message):
     def __init__(self, waiting: _Optional[int] = ..., running: _Optional[int] = ..., waiting_tokens: _Optional[int] = ..., prefill_tokens_per_s: _Optional[float] = ..., hung_s: _Optional[float] = ...) -> None: ...
 
 class CacheState(_message.Message):
-    __slots__ = ("prefix_caching", "last_seq", "kv_blocks", "kv_blocks_used", "kv_blocks_cached", "resident_hashes", "kv_bytes_per_token", "lru_age_s", "hit_rate_1m", "hit_rate_1h", "hit_rate", "token_reuse", "hit_rate_verdict", "host_kv_blocks", "host_kv_blocks_cached", "host_tokens_per_s")
+    __slots__ = ("prefix_caching", "last_seq", "kv_blocks", "kv_blocks_used", "kv_blocks_cached", "resident_hashes", "kv_bytes_per_token", "lru_age_s", "hit_rate_1m", "hit_rate_1h", "hit_rate", "token_reuse", "hit_rate_verdict", "host_kv_blocks", "host_kv_blocks_cached", "host_tokens_per_s", "host_hit_rate_1h")
     PREFIX_CACHING_FIELD_NUMBER: _ClassVar[int]
     LAST_SEQ_FIELD_NUMBER: _ClassVar[int]
     KV_BLOCKS_FIELD_NUMBER: _ClassVar[int]
@@ -132,6 +132,7 @@ class CacheState(_message.Message):
     HOST_KV_BLOCKS_FIELD_NUMBER: _ClassVar[int]
     HOST_KV_BLOCKS_CACHED_FIELD_NUMBER: _ClassVar[int]
     HOST_TOKENS_PER_S_FIELD_NUMBER: _ClassVar[int]
+    HOST_HIT_RATE_1H_FIELD_NUMBER: _ClassVar[int]
     prefix_caching: bool
     last_seq: int
     kv_blocks: int
@@ -148,7 +149,8 @@ class CacheState(_message.Message):
     host_kv_blocks: int
     host_kv_blocks_cached: int
     host_tokens_per_s: float
-    def __init__(self, prefix_caching: bool = ..., last_seq: _Optional[int] = ..., kv_blocks: _Optional[int] = ..., kv_blocks_used: _Optional[int] = ..., kv_blocks_cached: _Optional[int] = ..., resident_hashes: _Optional[int] = ..., kv_bytes_per_token: _Optional[int] = ..., lru_age_s: _Optional[float] = ..., hit_rate_1m: _Optional[float] = ..., hit_rate_1h: _Optional[float] = ..., hit_rate: _Optional[float] = ..., token_reuse: bool = ..., hit_rate_verdict: _Optional[str] = ..., host_kv_blocks: _Optional[int] = ..., host_kv_blocks_cached: _Optional[int] = ..., host_tokens_per_s: _Optional[float] = ...) -> None: ...
+    host_hit_rate_1h: float
+    def __init__(self, prefix_caching: bool = ..., last_seq: _Optional[int] = ..., kv_blocks: _Optional[int] = ..., kv_blocks_used: _Optional[int] = ..., kv_blocks_cached: _Optional[int] = ..., resident_hashes: _Optional[int] = ..., kv_bytes_per_token: _Optional[int] = ..., lru_age_s: _Optional[float] = ..., hit_rate_1m: _Optional[float] = ..., hit_rate_1h: _Optional[float] = ..., hit_rate: _Optional[float] = ..., token_reuse: bool = ..., hit_rate_verdict: _Optional[str] = ..., host_kv_blocks: _Optional[int] = ..., host_kv_blocks_cached: _Optional[int] = ..., host_tokens_per_s: _Optional[float] = ..., host_hit_rate_1h: _Optional[float] = ...) -> None: ...
 
 class CacheExplanation(_message.Message):
     __slots__ = ("reason", "cached_tokens", "coming_tokens", "evicted_ago_s", "idle_s", "removal_reason", "evicted_for")
