@@ -89,6 +89,7 @@ class Admin:
             index_blocks=self._fleet.index.num_blocks(member.replica.id),
             inflight_tokens=load.waiting_tokens,
             inflight_requests=load.in_flight,
+            restarts=member.replica.restarts,
         )
         one.lease.fault = member.replica.fault or member.fault or one.lease.fault
         return one
@@ -138,12 +139,14 @@ def _replica_json(one: admin_pb2.Replica) -> dict[str, Any]:
         "prefill_tokens_per_s": round(load.prefill_tokens_per_s, 1),
         "hit_rate_1m": round(cache.hit_rate_1m, 4),
         "hit_rate_1h": round(cache.hit_rate_1h, 4),
+        "host_hit_rate_1h": round(cache.host_hit_rate_1h, 4),
         "hit_rate": round(cache.hit_rate, 4),
         "hit_rate_verdict": cache.hit_rate_verdict,
         "lease_age_s": round(one.lease_age_s, 3),
         "index_blocks": one.index_blocks,
         "inflight_tokens": one.inflight_tokens,
         "inflight_requests": one.inflight_requests,
+        "restarts": one.restarts,
         "loras": [{"name": lora.name, "version": lora.version, "rank": lora.rank} for lora in lease.loras],
         "fault": lease.fault,
     }

@@ -56,10 +56,15 @@ class _Record:
     is_new: bool = True  # it has never been READY
     drain_until_s: float | None = None  # we have asked it to drain, and wait until then
     is_replaced: bool = False  # somebody else has, and a part was asked for in its place
+    ended: int = 0  # times that its process ended, or was killed because it hung, and another was started
+    why_ended: str = ""
 
     @property
     def told_state(self) -> str:
         return DRAINING if self.drain_until_s is not None else self.state
+
+    def note_end(self, why: str) -> None:
+        self.ended, self.why_ended = self.ended + 1, why
 
     @property
     def is_drained_by_others(self) -> bool:
@@ -214,6 +219,8 @@ class Controller:
         if seen.pid not in (0, health.boot) or (health.has_served and seen.is_restarting):
             if record.is_new and health.boot and not record.fault:
                 record.fault = seen.fault or "it ended before it was READY"
+            if health.boot:
+                record.note_end(seen.fault or "its process ended")
             health.begin_boot(now, seen.pid)
         if seen.fault and record.is_new:
             record.fault, record.exit_code = seen.fault, seen.exit_code
@@ -237,6 +244,7 @@ class Controller:
         elif health.observe(seen.error, now, self._start_s(seen.revision)):
             log.error("part is replaced part=%s error=%r", seen.name, seen.error)
             record.state = STARTING
+            record.note_end(seen.error)
             launcher.replace(seen.name)
 
     def _let_go(self, launcher: Launcher, record: _Record) -> None:
@@ -430,6 +438,8 @@ class Controller:
             "error": seen.error,
             "strikes": record.health.strikes,
             "restarts": record.health.restarts,
+            "ended": record.ended,
+            "why_ended": record.why_ended,
         }
 
     def _write(self, name: str, text: str) -> None:

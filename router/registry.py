@@ -28,6 +28,7 @@ SUPPORTED_PROTOCOLS = (PROTOCOL_VERSION, PROTOCOL_VERSION - 1)  # ours and the o
 READY = common_pb2.READY
 _COMPARED_FIELDS = [field.name for field in common_pb2.Contract.DESCRIPTOR.fields]
 _READ_TIMEOUT_S = 2.0
+_MAX_LOST = 256
 _M = TypeVar("_M", bound=Message)
 
 
@@ -74,6 +75,7 @@ class Replica:
     lease: common_pb2.ReplicaLease
     seen_s: float  # on the membership's clock
     fault: str = ""  # why this router refuses it
+    restarts: int = 0  # boots before this one that ended without having been asked to
 
     @property
     def id(self) -> str:
@@ -111,6 +113,7 @@ class Membership:
         self._online_s = 0.0  # stands still while Redis is away
         self._observed_s: float | None = None
         self._expired: dict[str, tuple[str, int]] = {}  # replica -> generation and heartbeat of a lease that ran out
+        self._lost: dict[str, Replica] = {}  # the last that left without a word, oldest first
 
     def lease_age_s(self, replica: Replica) -> float:
         """Seconds, with Redis answering, since its last new heartbeat."""
@@ -135,6 +138,7 @@ class Membership:
             lease_s = replica.lease.lease_ms / 1000 or self._lease_s
             if replica.lease.state == common_pb2.GONE or self.lease_age_s(replica) > lease_s:
                 changes.left.append(self.replicas.pop(replica.id))
+                self._note_end(replica)
                 if replica.id in present:
                     self._expired[replica.id] = (replica.generation, replica.lease.heartbeat)
             else:
@@ -154,11 +158,23 @@ class Membership:
                 return
             if known is not None:
                 changes.left.append(known)
-            replica = self.replicas[lease.replica] = Replica(lease, self._online_s)
+                self._note_end(known)
+            before = self._lost.pop(lease.replica, None)
+            restarts = before.restarts + (before.generation != lease.generation) if before is not None else 0
+            replica = self.replicas[lease.replica] = Replica(lease, self._online_s, restarts=restarts)
             changes.joined.append(replica)
         elif lease.generation == known.generation and lease.heartbeat != known.lease.heartbeat:
             known.lease = lease
             known.seen_s = self._online_s
+
+    def _note_end(self, replica: Replica) -> None:
+        """Remember one that was not asked to go: should it come back, that was a restart."""
+        was_asked = replica.lease.state in (common_pb2.DRAINING, common_pb2.GONE) and not replica.lease.fault
+        self._lost.pop(replica.id, None)
+        if not was_asked:
+            self._lost[replica.id] = replica
+            while len(self._lost) > _MAX_LOST:
+                del self._lost[next(iter(self._lost))]
 
     def _fault_of(self, lease: common_pb2.ReplicaLease) -> str:
         if lease.protocol_version not in SUPPORTED_PROTOCOLS:

@@ -105,7 +105,7 @@ def render(answer: dict[str, Any], url: str) -> RenderableType:
             str(replica["running"]),
         )
         table.rows.append(row)
-        remarks = (replica.get(key) for key in ("hit_rate_verdict", "fault"))
+        remarks = (replica.get("hit_rate_verdict"), replica.get("fault"), _host_hits(replica), _restarts(replica))
         notes += [Text(f"{replica['id']}: {remark}") for remark in remarks if remark]
         theirs, ours = replica.get("protocol_version", 0), answer.get("protocol_version", 0)
         if theirs < ours and not replica.get("fault"):
@@ -139,6 +139,16 @@ def _host(replica: dict[str, Any]) -> str:
     """What it holds in host memory, where it may."""
     num_blocks = replica.get("host_kv_blocks", 0)
     return f" + {replica['host_kv_blocks_cached']:,} / {num_blocks:,} host" if num_blocks else ""
+
+
+def _host_hits(replica: dict[str, Any]) -> str:
+    rate = replica.get("host_hit_rate_1h", 0)
+    return f"{percent(rate)} of the last hour's prompt tokens came back from host memory" if rate else ""
+
+
+def _restarts(replica: dict[str, Any]) -> str:
+    times = replica.get("restarts", 0)
+    return f"has ended and come back {counted(times, 'time')} since this router runs" if times else ""
 
 
 def percent(share: float | None) -> str:

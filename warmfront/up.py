@@ -243,8 +243,13 @@ class _Cluster:
     async def _watch(self) -> None:
         """Says what changes, and keeps the ready file true, until a signal comes."""
         seen = {replica["id"]: replica["state"] for replica in self._replicas}
+        ended: dict[str, int] = {}
         while not self._stop.is_set():
             await self._pause(1.0)
+            for part in read_status(self._run_dir.path).get("parts", ()):
+                if part["ended"] > ended.get(part["name"], 0):
+                    say(f"{part['name']} has ended and is started again: {part['why_ended']}")
+                ended[part["name"]] = part["ended"]
             if self._valkey is not None and not self._valkey.is_running() and not self._stop.is_set():
                 say("Valkey has ended; starting it again")
                 self._valkey.restart()
@@ -257,8 +262,6 @@ class _Cluster:
             seen = {**dict.fromkeys(seen, "GONE"), **now}
             state = self._state()
             if state != self._published:
-                if ended := set(self._published[1]["router"]) - set(state[1]["router"]):
-                    say(f"a router has ended and is started again (process {', '.join(map(str, sorted(ended)))})")
                 self._publish()
 
     async def _end(self, progress: Progress) -> None:

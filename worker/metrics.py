@@ -32,6 +32,7 @@ class HitRates:
 
     last_minute: float = 0.0
     last_hour: float = 0.0
+    host_last_hour: float = 0.0  # the part of that which came back from host memory
     steady: float = 0.0  # since a minute after the start
     verdict: str = ""
 
@@ -82,6 +83,7 @@ class WorkerMetrics:
         self._started_s = now
         self._minute = HitWindow(1.0, 60)
         self._hour = HitWindow(60.0, 60)
+        self._host_hour = HitWindow(60.0, 60)
         self._steady_tokens = self._steady_hits = 0
         self._queries = self._counter("prefix_cache_queries_tokens", "Prompt tokens looked up, user traffic.")
         self._hits = self._counter("prefix_cache_hits_tokens", "Prompt tokens not computed, user traffic.", "tier")
@@ -141,6 +143,7 @@ class WorkerMetrics:
         return HitRates(
             last_minute=self._minute.rate(now),
             last_hour=self._hour.rate(now),
+            host_last_hour=self._host_hour.rate(now),
             steady=steady,
             verdict=self._verdict() if self._steady_tokens and steady < LOW_HIT_RATE else "",
         )
@@ -166,6 +169,7 @@ class WorkerMetrics:
             self._saved.inc(max(0.0, num_hits / speed - copying_s))
         self._minute.add(num_tokens, num_hits, now)
         self._hour.add(num_tokens, num_hits, now)
+        self._host_hour.add(num_tokens, num_from_host, now)
         if now - self._started_s >= SETTLING_S:
             self._steady_tokens += num_tokens
             self._steady_hits += num_hits

@@ -146,6 +146,7 @@ class Replica:
                 lru_age_s=view.lru_age_s,
                 hit_rate_1m=hit_rates.last_minute,
                 hit_rate_1h=hit_rates.last_hour,
+                host_hit_rate_1h=hit_rates.host_last_hour,
                 hit_rate=hit_rates.steady,
                 hit_rate_verdict=hit_rates.verdict,
                 token_reuse=config.token_reuse,

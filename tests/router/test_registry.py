@@ -87,6 +87,25 @@ def test_a_new_generation_replaces_the_old_one_at_once() -> None:
     assert members.replicas["w0"].lease.address == "a:2"
 
 
+def test_a_boot_after_one_that_ended_unasked_is_a_restart_and_after_a_drain_it_is_none() -> None:
+    members = fleet()
+    members.observe([lease(1, generation="g1")], now=0)
+    members.observe([lease(1, generation="g2")], now=1)
+    assert members.replicas["w0"].restarts == 1
+    for second in range(2, 9):  # its lease runs out
+        members.observe([], now=second)
+    assert "w0" not in members.replicas
+    members.observe([lease(1, generation="g3")], now=9)
+    assert members.replicas["w0"].restarts == 2
+    for second in range(10, 17):  # silent for too long, then heard again: the same boot
+        members.observe([], now=second)
+    members.observe([lease(9, generation="g3")], now=17)
+    assert members.replicas["w0"].restarts == 2
+    members.observe([lease(10, generation="g3", state=common_pb2.DRAINING)], now=18)
+    members.observe([lease(1, generation="g4")], now=19)
+    assert members.replicas["w0"].restarts == 0, "somebody wanted another one there"
+
+
 def test_a_lease_of_an_older_generation_is_ignored() -> None:
     members = fleet()
     members.observe([lease(1, generation="g2")], now=0)

@@ -115,6 +115,15 @@ def test_status_shows_blocks_in_host_memory_where_there_are_any(cli: Cli, router
     assert "12 / 900 / 4,096 + 5,000 / 8,192 host" in cli("status", "--url", router.url).out
 
 
+def test_status_tells_of_restarts_and_of_hits_in_host_memory(cli: Cli, router: FakeRouter) -> None:
+    quiet = cli("status", "--url", router.url).out
+    assert "come back" not in quiet and "host memory" not in quiet
+    router.replicas[0] |= {"restarts": 2, "host_hit_rate_1h": 0.25}
+    shown = cli("status", "--url", router.url).out
+    assert "w0: has ended and come back 2 times since this router runs" in shown
+    assert "w0: 25% of the last hour's prompt tokens came back from host memory" in shown
+
+
 def test_status_shows_the_queue_while_there_is_one(cli: Cli, router: FakeRouter) -> None:
     router.queue = {"requests": 0, "tokens": 0, "oldest_s": 0, "tenants": 0, "tokens_per_s": 0, "full_replicas": 0}
     assert "queue" not in cli("status", "--url", router.url).out

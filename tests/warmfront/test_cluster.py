@@ -157,6 +157,9 @@ def test_a_cluster_starts_serves_mends_itself_and_leaves_nothing(cli: Cli, temp_
         os.kill(old, signal.SIGKILL)
         wait_for(lambda: up.replaced(old), "a new w0")
         assert ask(ready["http"]).completion_tokens == 3
+        said = "w0 has ended and is started again: it was killed (SIGKILL)"
+        wait_for(lambda: said in up.err.read_text(), "word of it")
+        assert "w0: has ended and come back 1 time since this router runs" in cli("status").out
 
         assert up.stop(signal.SIGINT) == 0
         up.assert_nothing_is_left()
@@ -179,6 +182,27 @@ def test_nothing_outlives_a_killed_up_and_down_removes_its_folder(cli: Cli, temp
         assert cli("down").out == f"{other.ready['http']}: stopped\n"
         assert other.process.wait(timeout=GUARD_S) == 0
         other.assert_nothing_is_left()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("how", [(), ("--without-ray",)], ids=["ray", "processes"])
+def test_a_router_that_hangs_is_replaced_though_another_answers_on_its_ports(
+    temp_root: Path, tmp_path: Path, how: tuple[str, ...]
+) -> None:
+    with started(tmp_path, *how, "--replicas", "1", "--routers", "2") as up:
+        old = up.wait_ready().ready["pids"]["router"][0]
+        os.kill(old, signal.SIGSTOP)
+
+        def replaced() -> bool:
+            pids = json.loads(up.ready_file.read_text())["pids"]["router"]
+            return len(pids) == 2 and old not in pids
+
+        wait_for(replaced, "another router in its place")
+        assert "router-0 has ended and is started again" in up.err.read_text()
+        for _ in range(8):  # connections fall on either
+            assert ask(up.ready["http"]).completion_tokens == 3
+        assert up.stop() == 0
+        up.assert_nothing_is_left()
 
 
 @pytest.mark.parametrize("how", [(), ("--without-ray",)], ids=["ray", "processes"])
