@@ -9,10 +9,12 @@ kernels and promises equal text only up to rounding.
 """
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
+from functools import wraps
 from itertools import pairwise
-from typing import Any, Literal
+from typing import Any, Literal, ParamSpec, TypeVar
 
 import numpy as np
 import torch
@@ -37,6 +39,29 @@ logger = logging.getLogger(__name__)
 Mode = Literal["fast", "deterministic"]
 MODES = ("fast", "deterministic")
 _LOGPROB_ROWS = 256  # prompt logprobs take vocabulary-wide rows: so many at once
+
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+def _current(device: torch.device) -> AbstractContextManager[Any]:
+    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
+
+
+def _on_its_device(method: Callable[P, R]) -> Callable[P, R]:
+    """Run a runner's method without gradients, and on its device whichever thread calls.
+
+    Triton launches, and graphs are recorded, on CUDA's current device, which each thread has of its own.
+    """
+
+    @wraps(method)
+    def run(*args: P.args, **kwargs: P.kwargs) -> R:
+        runner: Any = args[0]
+        with torch.inference_mode(), _current(runner.device):
+            return method(*args, **kwargs)
+
+    return run
 
 
 class SelfTestError(RuntimeError):
@@ -101,7 +126,8 @@ class ModelRunner:
         )
         self._model = Decoder(self.config, loaded.weights, self._ops)
         self._kept = kept
-        self.kv = self._make_store(num_blocks, num_host_blocks)
+        with _current(self.device):
+            self.kv = self._make_store(num_blocks, num_host_blocks)
         self._graphs: DecodeGraphs | None = None
         self._loras = LoraSet(deterministic=self._deterministic, dtype=loaded.dtype, device=self.device)
 
@@ -127,14 +153,14 @@ class ModelRunner:
         """No slice names it any more."""
         self._loras.remove(adapter)
 
-    @torch.inference_mode()
+    @_on_its_device
     def resize(self, num_blocks: int, num_host_blocks: int) -> None:
         """Take a KV store of another size; what stood in the old one is gone. Before the first request."""
         self._graphs = None
         del self.kv  # before the new one: both might not fit
         self.kv = self._make_store(num_blocks, num_host_blocks)
 
-    @torch.inference_mode()
+    @_on_its_device
     def record_decode_graphs(self) -> None:
         """Record decode steps where that helps, on CUDA with the paged kernel. After the last ``resize``.
 
@@ -169,7 +195,7 @@ class ModelRunner:
             record=record,
         )
 
-    @torch.inference_mode()
+    @_on_its_device
     def peak_bytes(self) -> int:
         """What the largest steps take beside weights and KV on a CUDA device, contexts and libraries included.
 
@@ -197,17 +223,17 @@ class ModelRunner:
         torch.cuda.empty_cache()
         return total - free - kept
 
-    @torch.inference_mode()
+    @_on_its_device
     def host_tokens_per_s(self) -> float:
         """How many tokens' KV come back from host memory per second; 0 without such. Before the first request."""
         return self.kv.host.blocks_per_s() * self.block_size if self.kv.host is not None else 0.0
 
-    @torch.inference_mode()
+    @_on_its_device
     def copy(self, copies: Sequence[BlockCopies]) -> None:
         """Copy KV between blocks, one after the other, before anything else is computed."""
         self.kv.copy(copies)
 
-    @torch.inference_mode()
+    @_on_its_device
     def execute(self, batch: StepBatch) -> list[SliceResult]:
         """Compute all slices; their KV is in place afterwards. One result per slice, in order.
 
@@ -216,7 +242,7 @@ class ModelRunner:
         """
         return self._step(batch.slices) if batch.slices else []
 
-    @torch.inference_mode()
+    @_on_its_device
     def self_test(self) -> None:
         """In deterministic mode: one prompt cold, in chunks, beside others and on warm blocks, compared bit for bit.
 
@@ -252,7 +278,7 @@ class ModelRunner:
                     f"the cold run (torch {torch.__version__}, {torch.get_num_threads()} threads); use --mode fast"
                 )
 
-    @torch.inference_mode()
+    @_on_its_device
     def all_logits(self, batch: StepBatch) -> Tensor:
         """Scores at every position of the step, float32 ``[tokens, vocab]``; nothing is drawn. For checks."""
         hidden = self._hidden(batch.slices)
