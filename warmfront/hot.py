@@ -10,7 +10,8 @@ from __future__ import annotations
 import asyncio
 import json
 import uuid
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Collection
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -21,6 +22,7 @@ import numpy as np
 import numpy.typing as npt
 from redis.exceptions import RedisError
 from rich.table import Table
+from rich.text import Text
 from warmfront_pb.v1 import common_pb2, inference_pb2, worker_pb2, worker_pb2_grpc
 
 from cache.adapter import Adapter
@@ -40,6 +42,7 @@ from worker.prewarm import Progress as Filled
 
 _T = TypeVar("_T")
 _LOOK_PERIOD_S = 0.2
+_SHOWN_CHARS = 60  # of a prefix as text, in a line of the table
 _ANY_AGE_S = 24 * 3600.0  # Redis forgets them before
 _REFUSALS = (  # of one prefix: others may still be computed
     *(grpc.StatusCode.INVALID_ARGUMENT, grpc.StatusCode.NOT_FOUND, grpc.StatusCode.INTERNAL),
@@ -69,32 +72,59 @@ _fleet_option = click.option("--fleet", default="default", show_default=True, en
 @_fleet_option
 @click.option("--limit", type=click.IntRange(min=1), default=20, show_default=True, help="The first so many.")
 @click.option("--json", "as_json", is_flag=True, help="All of them, one JSON object per line, with their token ids.")
-def hot(*, redis: str | None, redis_password_file: Path | None, fleet: str, limit: int, as_json: bool) -> None:
+@click.option("--text", "as_text", is_flag=True, help="Also as text, by the tokenizer of --model.")
+@click.option(
+    "--model", type=click.Path(path_type=Path), help="Folder or GGUF file of that model. Default: the packaged one."
+)
+def hot(
+    *,
+    redis: str | None,
+    redis_password_file: Path | None,
+    fleet: str,
+    limit: int,
+    as_json: bool,
+    as_text: bool,
+    model: Path | None,
+) -> None:
     """List the prefixes that a fleet hits most, in order of value per block. They are prompts, in clear."""
     sets, now_ms = asyncio.run(
         _ask(redis or _redis_of(fleet), redis_password_file, fleet, lambda source: source.sets())
     )
     found = merged(sets, now_ms, _ANY_AGE_S)
     ranked = by_value(found, 1 << 40)
+    decode = _decoder(model, {one.tokenizer for one in sets}) if as_text or model is not None else None
     if as_json:
         for one in ranked:
             prefix = one.prefix
+            ids = _ids(prefix).tolist()
             line = {"hits": round(prefix.hits, 3), "tokens": prefix.num_tokens, "lora": prefix.lora}
-            click.echo(json.dumps({**line, "cache_salt": prefix.cache_salt, "token_ids": _ids(prefix).tolist()}))
+            line |= {"cache_salt": prefix.cache_salt, "token_ids": ids}
+            click.echo(json.dumps(line if decode is None else {**line, "text": decode(ids)}))
         return
     if not ranked:
         click.echo(f"fleet {fleet!r} has no hot prefixes: nothing was hit of late, or its routers run with --no-hot")
         return
     wanted = saved_tokens(found)
     table = Table(title=f"hot prefixes of fleet {fleet}", title_justify="left", box=None, pad_edge=False)
-    for name in ("value", "tokens", "new", "share", "adapter", "begins with token ids"):
+    for name in (
+        "value",
+        "tokens",
+        "new",
+        "share",
+        "adapter",
+        "begins with token ids" if decode is None else "at its end",
+    ):
         table.add_column(name, justify="left" if name[0] in "ab" else "right", no_wrap=True)
     done = 0.0
     for one in ranked[:limit]:
         done += one.saved_tokens
-        first = " ".join(str(token_id) for token_id in _ids(one.prefix)[:8])
+        ids = _ids(one.prefix).tolist()
+        if decode is None:
+            shown = f"{' '.join(map(str, ids[:8]))} ..."
+        else:
+            shown = _shortened(decode(ids[-one.num_new_tokens :]))
         numbers = (f"{one.value:.1f}", f"{one.prefix.num_tokens:,}", f"{one.num_new_tokens:,}", f"{done / wanted:.0%}")
-        table.add_row(*numbers, short_version(one.prefix.lora) or "-", f"{first} ...")
+        table.add_row(*numbers, short_version(one.prefix.lora) or "-", Text(shown))  # a prompt is no markup
     stdout.print(table)
     click.echo(
         f"hot prefixes: {len(ranked)}, different tokens: {sum(one.num_new_tokens for one in ranked):,}, "
@@ -320,6 +350,35 @@ def short_version(adapter: str) -> str:
     """An adapter's identity as people read it."""
     name, version = Adapter.parse(adapter)
     return f"{name}@{version[:12]}" if version else name
+
+
+def _decoder(model: Path | None, tokenizers: Collection[str]) -> Callable[[list[int]], str]:
+    """What token ids stand for. Raises ``WrongUse`` where the model's tokenizer cannot be read or is another."""
+    try:
+        from tokenizers import Tokenizer
+
+        from worker.loading import default_model_path
+        from worker.loading.tokenizer import load_tokenizer
+        from worker.models.config import ModelError
+    except ModuleNotFoundError as error:
+        raise WrongUse(
+            f"--text: {error}; a model is read by what a worker needs: pip install 'warmfront[worker]'"
+        ) from error
+    try:
+        path = model or default_model_path()
+        files = load_tokenizer(path)
+        tokenizer = Tokenizer.from_str(files.tokenizer_json)
+    except (ModelError, OSError, ValueError) as error:
+        raise WrongUse(f"--model: {error}") from error
+    if any(other != files.fingerprint for other in tokenizers):
+        raise WrongUse(f"--model {path}: the hot prefixes were made by another tokenizer, so its text would be wrong")
+    return partial(tokenizer.decode, skip_special_tokens=False)
+
+
+def _shortened(text: str) -> str:
+    """The last words of a text, in one line."""
+    line = " ".join(text.split())
+    return line if len(line) <= _SHOWN_CHARS else f"... {line[-_SHOWN_CHARS:]}"
 
 
 def _ids(prefix: HotPrefix) -> npt.NDArray[np.uint32]:

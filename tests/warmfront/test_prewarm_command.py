@@ -22,8 +22,9 @@ from tests.warmfront.conftest import Cli
 from warmfront.run_dir import RunDir
 from warmfront.store import EmbeddedValkey, free_port
 from worker.config import WorkerConfig
+from worker.loading.tokenizer import load_tokenizer
 from worker.main import Worker
-from worker.simulated import BYTES
+from worker.simulated import BYTES, byte_tokenizer
 
 TOKEN = "a-shared-token"
 SYSTEM, OTHER = list(range(100, 164)), list(range(200, 232))
@@ -117,6 +118,38 @@ def test_hot_lists_what_the_routers_wrote_added_up(cli: Cli, store: str, hot: No
         ["4.0", "32", "32"],
     ]
     assert "hot prefixes: 2, different tokens: 96, written by 2 routers" in result.out
+
+
+def test_hot_prefixes_are_read_as_text_by_their_own_tokenizer_alone(cli: Cli, store: str, tmp_path: Path) -> None:
+    folder = tmp_path / "model"
+    folder.mkdir()
+    tokenizer = byte_tokenizer()
+    tokenizer.save(str(folder / "tokenizer.json"))
+    config = {"num_hidden_layers": 1, "num_attention_heads": 1, "hidden_size": 8, "intermediate_size": 8}
+    config |= {
+        "architectures": ["LlamaForCausalLM"],
+        "vocab_size": 300,
+        "max_position_embeddings": 64,
+        "eos_token_id": 1,
+    }
+    (folder / "config.json").write_text(json.dumps(config))
+    text = "You answer in French.\nBe brief."
+    prefix = HotPrefix(packed(tokenizer.encode(text).ids), 3.0)
+    for fingerprint in (load_tokenizer(folder).fingerprint, "another"):
+        with redis.Redis.from_url(store) as client:
+            client.flushall()
+            now_ms = int(client.time()[0]) * 1000
+            client.set("wf:{default}:hot:r0", encode_hot(by_value([prefix], 1 << 20), now_ms, fingerprint))
+            client.zadd("wf:{default}:hot", {"r0": now_ms})
+        table = cli("hot", "--redis", store, "--text", "--model", str(folder))
+        if fingerprint == "another":
+            assert (table.exit_code, "another tokenizer" in table.err) == (2, True)
+            continue
+        assert "You answer in French. Be brief." in table.out
+        line = json.loads(cli("hot", "--redis", store, "--json", "--model", str(folder)).out)
+        assert line["text"] == text
+    missing = cli("hot", "--redis", store, "--text", "--model", str(tmp_path / "none"))
+    assert (missing.exit_code, "no model at" in missing.err) == (2, True)
 
 
 def test_a_fleet_without_hot_prefixes_says_so(cli: Cli, store: str) -> None:
