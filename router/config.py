@@ -11,6 +11,7 @@ from common.redis_url import RedisUrlError, parse_redis_url
 from common.tls import TlsError, TlsFiles
 from router.policy import POLICIES
 
+_HANDSHAKE_S = 10.0
 _FLEET_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}")
 _WEIGHT = re.compile(r"\d+(\.\d+)?")
 
@@ -139,6 +140,11 @@ class RouterConfig:
                 raise ConfigError(f"--tenant-weights: {entry!r} is not TENANT=WEIGHT with a weight from 0.01 to 100")
             weights[name] = float(weight)
         return weights
+
+    @property
+    def handshake_timeout_s(self) -> float:
+        """For a client to end its handshake, TLS included: until then it holds a descriptor and has sent nothing."""
+        return min(_HANDSHAKE_S, self.body_timeout_s)
 
     @property
     def tls_files(self) -> TlsFiles | None:

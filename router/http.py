@@ -7,6 +7,7 @@ import socket
 import time
 from collections.abc import Callable
 from contextlib import nullcontext
+from functools import partial
 from typing import Any, TypeAlias
 
 import msgspec
@@ -100,7 +101,7 @@ class HttpFront:
         )
         settings.load()
         settings.ssl = ServerContext.of(certificates) if certificates is not None else None
-        self._server = _Server(settings)
+        self._server = _Server(settings, config.handshake_timeout_s)
 
     async def start(self) -> int:
         """Listen; the port. Raises ``OSError`` when the port cannot be had."""
@@ -294,15 +295,30 @@ class _LoraBody(msgspec.Struct, forbid_unknown_fields=True):
 class _Server(uvicorn.Server):
     """uvicorn without its signal handlers: the process that embeds it has its own."""
 
-    def __init__(self, config: uvicorn.Config) -> None:
+    def __init__(self, config: uvicorn.Config, handshake_timeout_s: float) -> None:
         super().__init__(config)
+        self._handshake_timeout_s = handshake_timeout_s if config.ssl is not None else None
         self.listening = asyncio.Event()
 
     def capture_signals(self) -> Any:
         return nullcontext()
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        await super().startup(sockets)
+        """Listen. uvicorn's own leaves a half-open TLS connection open for a minute, and has no setting for it."""
+        await self.lifespan.startup()
+        made = {"config": self.config, "server_state": self.server_state, "app_state": self.lifespan.state}
+        loop = asyncio.get_running_loop()
+        self.servers = [
+            await loop.create_server(
+                partial(self.config.http_protocol_class, **made),
+                sock=listener,
+                ssl=self.config.ssl,
+                backlog=self.config.backlog,
+                ssl_handshake_timeout=self._handshake_timeout_s,
+            )
+            for listener in sockets or ()
+        ]
+        self.started = True
         self.listening.set()
 
 

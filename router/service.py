@@ -81,6 +81,7 @@ class GrpcFront:
                 ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
                 ("grpc.so_reuseport", int(config.reuse_port)),
                 ("grpc.http2.min_ping_interval_without_data_ms", 5_000),
+                ("grpc.server_handshake_timeout_ms", int(config.handshake_timeout_s * 1000)),
             )
         )
         self._server.add_generic_rpc_handlers(

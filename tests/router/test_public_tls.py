@@ -101,6 +101,17 @@ async def test_who_asks_in_plain_text_is_not_answered_and_disturbs_nobody(
 
 
 @pytest.mark.parametrize("port", ["http", "grpc"])
+async def test_who_never_ends_its_handshake_is_let_go(cluster: Cluster, authority: Authority, port: str) -> None:
+    at = await serve(cluster, authority.issue("server"), body_timeout_s=0.2)
+    address = at.http.removeprefix("https://") if port == "http" else at.grpc
+    host, number = address.split(":")
+    reader, writer = await asyncio.open_connection(host, int(number))
+    async with asyncio.timeout(30):  # the libraries' own limits are one minute and two
+        assert await reader.read() == b""
+    writer.close()
+
+
+@pytest.mark.parametrize("port", ["http", "grpc"])
 async def test_nothing_older_than_tls_1_2_is_spoken(cluster: Cluster, authority: Authority, port: str) -> None:
     at = await serve(cluster, authority.issue("server"))
     host, number = getattr(at, port).removeprefix("https://").rsplit(":", 1)
