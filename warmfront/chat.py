@@ -15,6 +15,7 @@ from warmfront.client import Address, Answer, Client, address_options
 from warmfront.console import stderr, stdout
 from warmfront.errors import Failure, WrongUse
 
+_lora_option = click.option("--lora", default=None, metavar="NAME", help="Answer with this adapter (`lora list`).")
 HELP = "/new forgets the conversation, /system TEXT starts one with a system prompt, /exit (or Ctrl-D) leaves."
 
 
@@ -25,14 +26,15 @@ HELP = "/new forgets the conversation, /system TEXT starts one with a system pro
     "--max-tokens", default=512, show_default=True, type=click.IntRange(min=1), help="Longest answer, in tokens."
 )
 @click.option("--temperature", default=0.7, show_default=True, type=click.FloatRange(0, 2), help="0 is greedy.")
-def chat(*, address: Address, system: str | None, max_tokens: int, temperature: float) -> None:
+@_lora_option
+def chat(*, address: Address, system: str | None, max_tokens: int, temperature: float, lora: str | None) -> None:
     """Talk to a cluster. Each answer says which replica gave it, how much of the prompt was cached, how fast it was."""
     with contextlib.suppress(ImportError):
         import readline  # noqa: F401 - gives input() a history and editing
 
     client = Client(address)
     model = served_model(client)
-    stdout.print(Text(f"{model} at {client.url}. {HELP}", style="dim"))
+    stdout.print(Text(f"{model}{f' with {lora}' if lora else ''} at {client.url}. {HELP}", style="dim"))
     messages = _begin(system)
     while True:
         try:
@@ -50,7 +52,7 @@ def chat(*, address: Address, system: str | None, max_tokens: int, temperature: 
             stdout.print(Text(HELP, style="dim"))
         elif line:
             body = {"model": model, "messages": [*messages, _message("user", line)], "max_tokens": max_tokens}
-            answer = _answer(client, {**body, "temperature": temperature})
+            answer = _answer(client, {**body, "temperature": temperature, **_adapter(lora)})
             if answer is not None:
                 messages += [_message("user", line), _message("assistant", answer.text)]
 
@@ -64,6 +66,7 @@ def chat(*, address: Address, system: str | None, max_tokens: int, temperature: 
 )
 @click.option("--temperature", default=0.0, show_default=True, type=click.FloatRange(0, 2), help="0 is greedy.")
 @click.option("--seed", default=None, type=click.IntRange(min=0), help="Equal seeds give equal draws.")
+@_lora_option
 @click.option("--chat", "as_chat", is_flag=True, help="Send the prompt as a user's message instead of as it stands.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead of the text.")
 def generate(
@@ -74,6 +77,7 @@ def generate(
     max_tokens: int,
     temperature: float,
     seed: int | None,
+    lora: str | None,
     as_chat: bool,
     as_json: bool,
 ) -> None:
@@ -89,6 +93,7 @@ def generate(
         raise WrongUse("the prompt is empty" if prompt_file is None else "--prompt-file is empty")
     client = Client(address)
     body: dict[str, Any] = {"model": served_model(client), "max_tokens": max_tokens, "temperature": temperature}
+    body |= _adapter(lora)
     if seed is not None:
         body["seed"] = seed
     if as_chat:
@@ -142,6 +147,10 @@ def _answer(client: Client, body: dict[str, Any]) -> Answer | None:
 
 def _begin(system: str | None) -> list[dict[str, str]]:
     return [_message("system", system)] if system else []
+
+
+def _adapter(name: str | None) -> dict[str, str]:
+    return {"lora": name} if name is not None else {}
 
 
 def _message(role: str, content: str) -> dict[str, str]:

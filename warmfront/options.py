@@ -11,7 +11,7 @@ import dataclasses
 import difflib
 import os
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -319,6 +319,8 @@ CONFIGS: dict[str, tuple[type[Any], ...]] = {
     "router": (RouterConfig,),
     "worker": (WorkerConfig,),
 }
+# What `up --help` explains itself.
+_WHOLE_ON_UP = {"Model", "Cluster", "Fleet", "Addresses and access", "Memory and arithmetic", "General"}
 # `up` names the replicas and routers itself and gives each worker its own port on loopback.
 _NOT_ON_UP = {"replica-id", "router-id", "port", "advertise", "reuse-port", "alive-file"}
 _NOT_ON_UP |= {"worker-ca", "worker-client-cert", "worker-client-key", "worker-server-name"}
@@ -357,9 +359,41 @@ class SectionedCommand(click.Command):
             elif record := records.pop(entry.param, None):
                 sections.setdefault(title, []).append(record)
         sections[title] = [record for record in records.values() if record]
+        elsewhere = [title for title in sections if self.name == "up" and title not in _WHOLE_ON_UP]
         for title, rows in sections.items():
-            with formatter.section(title):
-                formatter.write_dl(rows)
+            if title == "General":
+                _refer(formatter, elsewhere)
+            if title not in elsewhere:
+                with formatter.section(title):
+                    formatter.write_dl(rows)
+
+
+def _refer(formatter: click.HelpFormatter, titles: Collection[str]) -> None:
+    """Names the flags that `up` hands on, where the help of the part that takes them explains them."""
+    title = ""
+    handed_on: dict[tuple[str, ...], list[str]] = {}
+    mine = flags_of("up")
+    for entry in _TABLE:
+        if isinstance(entry, str):
+            title = entry
+        elif title in titles and entry in mine:
+            takers = tuple(part for part in ("router", "worker") if entry in flags_of(part))
+            handed_on.setdefault(takers, []).append(f"--{entry.name}")
+    for takers, names in handed_on.items():
+        where = " or ".join(f"`warmfront {part} --help`" for part in takers)
+        with formatter.section(f"For its {' and '.join(f'{part}s' for part in takers)}, explained by {where}"):
+            for line in _filled(names, formatter.width - formatter.current_indent):
+                formatter.write(f"{'':>{formatter.current_indent}}{line}\n")
+
+
+def _filled(words: Iterable[str], width: int) -> list[str]:
+    """Words in lines, none of them cut at its dashes."""
+    lines = [""]
+    for word in words:
+        if len(lines[-1]) + len(word) + 1 > width and lines[-1]:
+            lines.append("")
+        lines[-1] += f" {word}" if lines[-1] else word
+    return lines
 
 
 def with_options(command: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:

@@ -75,6 +75,30 @@ def up(**params: Any) -> None:
         run_dir.remove()
 
 
+def examples(http: str, model: str, *, asks_for_certificates: bool) -> list[str]:
+    """How to ask a cluster, with curl and from Python; which files a client takes for TLS only the reader knows."""
+    hints, curl, tls, client, names = [], "", "", "", "OpenAI"
+    if http.startswith("https:"):
+        hints = ["  CA stands for the file of the authority that you believe; WARMFRONT_CA names it to `warmfront`."]
+        curl, tls = " --cacert CA", 'import ssl; tls = ssl.create_default_context(cafile="CA"); '
+        client, names = ", http_client=DefaultHttpxClient(verify=tls)", "DefaultHttpxClient, OpenAI"
+    if asks_for_certificates:
+        hints += ["  CERT and KEY are what you show yourself, by --tls-client-ca: WARMFRONT_CERT and WARMFRONT_KEY."]
+        curl += " --cert CERT --key KEY"
+        tls += 'tls.load_cert_chain("CERT", "KEY"); '
+    ask = f'model="{model}", max_tokens=64, messages=[{{"role": "user", "content": "Hello!"}}]'
+    return [
+        *([*hints, ""] if hints else []),
+        f"  curl{curl} {http}/v1/chat/completions -H 'content-type: application/json' \\",
+        f"""    -d '{{"model": "{model}", "max_tokens": 64, "messages": [{{"role": "user", "content": "Hello!"}}]}}'""",
+        "",
+        "  pip install openai",
+        f"  python -c '{tls}from openai import {names}; "
+        f'client = OpenAI(base_url="{http}/v1", api_key="none"{client}); '
+        f"print(client.chat.completions.create({ask}).choices[0].message.content)'",
+    ]
+
+
 def typed_command() -> str:
     """How a person types ``warmfront`` here: its path, from this folder if it is below, where PATH does not have it."""
     script = Path(sys.executable).with_name("warmfront")
@@ -353,14 +377,6 @@ class _Cluster:
             }
             write_private(ready_file, json.dumps(content, indent=1) + "\n")
 
-    def _tls_hint(self) -> list[str]:
-        if self._tls_cert is None:
-            return []
-        return [
-            "  TLS: name the authority: curl --cacert CA, SSL_CERT_FILE=CA for Python, WARMFRONT_CA=CA for warmfront",
-            "",
-        ]
-
     def _show(self) -> None:
         model = self._replicas[0].get("model", "")
         lines = [
@@ -371,15 +387,7 @@ class _Cluster:
             *(f"  replica   {replica['id']}  {replica['state']}  {replica['address']}" for replica in self._replicas),
             f"  logs      {self._log_dir}",
             "",
-            *self._tls_hint(),
-            f"  curl {self._http}/v1/chat/completions -H 'content-type: application/json' \\",
-            f'    -d \'{{"model": "{model}", "max_tokens": 64, '
-            '"messages": [{"role": "user", "content": "Hello!"}]}\'',
-            "",
-            "  pip install openai",
-            f'  python -c \'from openai import OpenAI; print(OpenAI(base_url="{self._http}/v1", api_key="none")'
-            f'.chat.completions.create(model="{model}", max_tokens=64, '
-            f'messages=[{{"role": "user", "content": "Hello!"}}]).choices[0].message.content)\'',
+            *examples(self._http, model, asks_for_certificates=self._params["tls_client_ca"] is not None),
             "",
             f"  In another terminal {typed_command()} chat, status and compare show what the cache does.",
             "  Ctrl-C stops everything and leaves nothing behind.",

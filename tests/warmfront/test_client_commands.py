@@ -83,6 +83,13 @@ def test_chat_keeps_the_conversation_and_shows_what_each_answer_cost(cli: Cli, r
     assert router.bodies[1]["messages"][2]["role"] == "assistant"
 
 
+def test_an_adapter_is_asked_for_by_its_name(cli: Cli, router: FakeRouter) -> None:
+    assert "fake with french at" in cli("chat", "--url", router.url, "--lora", "french", stdin="hello\n").out
+    cli("generate", "--url", router.url, "--lora", "french", "hello")
+    cli("generate", "--url", router.url, "hello")
+    assert [body.get("lora") for body in router.bodies] == ["french", "french", None]
+
+
 def test_chat_goes_on_after_a_failed_answer(cli: Cli, router: FakeRouter) -> None:
     router.break_after = 0
     result = cli("chat", "--url", router.url, stdin="hello\nworld\n")

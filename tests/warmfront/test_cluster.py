@@ -6,6 +6,7 @@ import json
 import os
 import pty
 import re
+import shlex
 import signal
 import subprocess
 import sys
@@ -331,7 +332,7 @@ def test_every_command_works_on_a_cluster_with_mutual_tls(
     temp_root: Path, cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     authority = Authority(tmp_path)
-    server, own = authority.issue("server", "warmfront.example"), authority.issue("own", "somebody")
+    server, own = authority.issue("server", "127.0.0.1"), authority.issue("own", "somebody")
     tls = ("--tls-cert", str(server.cert), "--tls-key", str(server.key), "--tls-client-ca", str(authority.ca))
     refused = cli("up", "--engine", "simulated", "--http-port", "0", "--grpc-port", "0", *tls)
     assert (refused.exit_code, "set WARMFRONT_CERT and WARMFRONT_KEY" in refused.err) == (2, True)
@@ -340,7 +341,13 @@ def test_every_command_works_on_a_cluster_with_mutual_tls(
     with started(tmp_path / "up", "--without-ray", "--replicas", "1", *tls) as up:
         up.wait_ready()
         assert up.ready["http"].startswith("https://127.0.0.1:")
-        assert "SSL_CERT_FILE=CA for Python" in up.out.read_text()
+        shown = up.out.read_text()
+        assert "curl --cacert CA --cert CERT --key KEY https://" in shown
+        (line,) = [line for line in shown.splitlines() if line.startswith("  python -c ")]
+        for name, path in (("CA", authority.ca), ("CERT", own.cert), ("KEY", own.key)):
+            line = line.replace(f'"{name}"', f'"{path}"')
+        asked = subprocess.run([sys.executable, *shlex.split(line)[1:]], capture_output=True, text=True, check=False)
+        assert (asked.returncode, asked.stdout.strip() != "") == (0, True), asked.stderr
         assert cli("generate", "Hello", "--max-tokens", "3").exit_code == 0
         assert json.loads(cli("status", "--json").out)["replicas"][0]["state"] == "READY"
         assert len(json.loads(cli("explain", "--last", "1", "--json").out)["explanations"]) == 1

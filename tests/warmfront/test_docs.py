@@ -43,7 +43,7 @@ def test_the_table_of_flags_is_the_program_s() -> None:
 def test_help_has_every_flag_of_the_table(name: str) -> None:
     module, attribute, _ = COMMANDS[name]
     command: click.Command = getattr(importlib.import_module(module), attribute)
-    text = command.get_help(click.Context(command))
+    text = command.get_help(click.Context(command)) + "\n"
     listed = {flag for flag, row in table("`--[a-z-]+`").items() if name in row[0].split(", ")}
     assert {
         flag
