@@ -6,6 +6,7 @@ Nothing here comes from a request.
 
 from __future__ import annotations
 
+import errno
 import socket
 import threading
 from collections.abc import Callable
@@ -17,9 +18,10 @@ from prometheus_client import CollectorRegistry, make_wsgi_app
 
 
 class MetricsServer:
-    """Answers ``/metrics``, ``/healthz`` and ``/readyz`` from a thread. Raises ``OSError`` when the port is taken.
+    """Answers ``/metrics``, ``/healthz`` and ``/readyz`` from a thread. Raises ``OSError`` when no port is free.
 
-    ``why_not_ready`` and ``why_dead`` are asked in that thread; empty means well. ``port`` 0 takes any free one.
+    ``why_not_ready`` and ``why_dead`` are asked in that thread; empty means well. ``port`` 0 takes any free one, else
+    the first that is free of ``num_ports``, from ``port`` on.
     """
 
     def __init__(
@@ -30,6 +32,7 @@ class MetricsServer:
         *,
         address: str,
         port: int,
+        num_ports: int = 1,
     ) -> None:
         metrics: Any = make_wsgi_app(registry)
 
@@ -45,10 +48,7 @@ class MetricsServer:
             start_response(status, [("content-type", "text/plain; charset=utf-8")])
             return [f"{reason or 'ok'}\n".encode()]
 
-        try:
-            self._server = (_Server6 if ":" in address else _Server)((address, port), _SilentHandler)
-        except OSError as error:
-            raise OSError(error.errno, f"cannot listen on {address}:{port} for metrics: {error.strerror}") from error
+        self._server = _bind(address, port, num_ports)
         self._server.set_app(answer)
         self.port = int(self._server.server_port)
         self._thread = threading.Thread(target=self._server.serve_forever, name="metrics", daemon=True)
@@ -67,6 +67,18 @@ class _Server(ThreadingMixIn, WSGIServer):
 
 class _Server6(_Server):
     address_family = socket.AF_INET6
+
+
+def _bind(address: str, first: int, num_ports: int) -> _Server:
+    ports = range(first, min(first + num_ports, 1 << 16))
+    for port in ports:
+        try:
+            return (_Server6 if ":" in address else _Server)((address, port), _SilentHandler)
+        except OSError as error:
+            if error.errno != errno.EADDRINUSE or port == ports[-1]:
+                where = f"{address}:{first}" + (f" to {port}" if port > first else "")
+                raise OSError(error.errno, f"cannot listen on {where} for metrics: {error.strerror}") from error
+    raise ValueError(f"{num_ports} ports to choose from")
 
 
 class _SilentHandler(WSGIRequestHandler):

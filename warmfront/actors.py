@@ -50,19 +50,19 @@ MakeConfig: TypeAlias = Callable[[str, Mapping[str, Any]], Any]  # from a part's
 
 def router_config(name: str, settings: Mapping[str, Any]) -> RouterConfig:
     """A router's configuration, made on its own node. Raises ``WrongUse``."""
-    return fill(RouterConfig, as_params(_on_this_node(name, settings)), router_id=name)
+    return fill(RouterConfig, as_params(_on_this_node({**settings, **own_ports(name, settings)})), router_id=name)
 
 
 def worker_config(name: str, settings: Mapping[str, Any]) -> WorkerConfig:
     """A worker's configuration, made on its own node: where it listens everywhere, it tells that node's address."""
-    flags = _on_this_node(name, settings)
+    flags = _on_this_node(settings)
     if flags.get("listen") in _EVERYWHERE and not flags.get("advertise"):
         flags["advertise"] = ray.util.get_node_ip_address()
     return fill(WorkerConfig, as_params(flags), replica_id=name)
 
 
-def _on_this_node(name: str, settings: Mapping[str, Any]) -> dict[str, Any]:
-    return {**settings, "redis": settings.get("redis") or os.environ.get(REDIS_ENV, ""), **own_ports(name, settings)}
+def _on_this_node(settings: Mapping[str, Any]) -> dict[str, Any]:
+    return {**settings, "redis": settings.get("redis") or os.environ.get(REDIS_ENV, "")}
 
 
 @dataclass(slots=True)

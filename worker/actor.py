@@ -21,6 +21,7 @@ from worker.config import WorkerConfig
 from worker.main import EXIT_FAILED, EXIT_OK, Worker
 
 _START_TIMEOUT_S = 60.0
+_METRICS_PORTS = 64  # more than a node has workers
 _STOP_MARGIN_S = 10.0
 _LAST_WORDS_S = 4.0  # a worker that could not become READY tells the controller why before it ends
 _FENCED_S = 30.0  # for the controller to hear of it
@@ -96,7 +97,7 @@ class WorkerActor:
         self._was_ready = True
 
     async def _serve(self) -> int:
-        self._worker = Worker(self._config)
+        self._worker = Worker(self._config, num_metrics_ports=_METRICS_PORTS)
         running = asyncio.create_task(self._worker.run(lambda address: self._note_ready()))
         listening = asyncio.create_task(self._worker.listens.wait())
         await asyncio.wait([running, listening], return_when=asyncio.FIRST_COMPLETED)

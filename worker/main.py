@@ -101,8 +101,11 @@ class Worker:
         progress: Progress | None = None,
         *,
         stuck_after_s: float = STUCK_AFTER_S,
+        num_metrics_ports: int = 1,
     ) -> None:
+        """``num_metrics_ports``: it takes the first free one of so many, for others of its machine have its setting."""
         self._config = config
+        self._num_metrics_ports = num_metrics_ports
         self._stuck_after_s = stuck_after_s
         self._load = load
         self._progress = progress
@@ -340,6 +343,7 @@ class Worker:
                 self.beat.why_dead,
                 address=config.listen,
                 port=config.metrics_port,
+                num_ports=self._num_metrics_ports,
             )
             logger.info("metrics=http://%s:%d/metrics", config.listen, self._metrics_server.port)
         adapters = Adapters(

@@ -35,6 +35,12 @@ sum(rate(warmfront_worker_prefix_cache_hits_tokens_total{ {{- .pods -}} }[{{ .wi
   annotations:
     summary: "Router {{ `{{ $labels.pod }}` }} does not follow the workers' caches."
     description: It places requests from a snapshot or from what it remembers. Is Redis there?
+- alert: WarmfrontEventLag
+  expr: histogram_quantile(0.99, sum by (le, pod) (rate(warmfront_router_index_event_lag_seconds_bucket{ {{- $router -}} }[10m]))) > {{ $rule.eventLagSeconds }}
+  for: 10m
+  annotations:
+    summary: "Router {{ `{{ $labels.pod }}` }} hears late of what its workers cache."
+    description: "One change in a hundred takes over {{ `{{ $value | humanizeDuration }}` }} to reach its index, so requests go to caches as they were then. Is Redis slow, or the router's processor full?"
 - alert: WarmfrontEventGaps
   expr: sum(rate(warmfront_router_index_gaps_total{ {{- $router -}} }[10m])) > 0.1
   for: 15m

@@ -112,8 +112,8 @@ annotations:
 {{/* The same map as lines of a file: whole numbers keep their digits. */}}
 {{- define "warmfront.settings" -}}
 {{- range $name, $value := . }}
-{{- if kindIs "bool" $value }}
-{{ $name }}: {{ $value }}
+{{- if or (kindIs "bool" $value) (kindIs "slice" $value) }}
+{{ $name }}: {{ toJson $value }}
 {{- else if not (kindIs "invalid" $value) }}
 {{ $name }}: {{ include "warmfront.scalar" $value | quote }}
 {{- end }}
@@ -179,12 +179,20 @@ served-model-name: {{ . | quote }}
 {{- end -}}
 {{- end -}}
 
+{{/* The key of an external Redis' URL in its Secret. Takes {root, component}. */}}
+{{- define "warmfront.redisKey" -}}
+{{- $external := .root.Values.redis.external -}}
+{{- get $external (get (dict "router" "routerKey" "worker" "workerKey" "head" "controllerKey") .component) | default $external.key -}}
+{{- end -}}
+
+{{/* Takes {root, component}. */}}
 {{- define "warmfront.redisEnv" -}}
-{{- $redis := .Values.redis -}}
+{{- $redis := .root.Values.redis -}}
+{{- $fullname := include "warmfront.fullname" .root -}}
 {{- if $redis.external.existingSecret }}
 - name: WARMFRONT_REDIS
   valueFrom:
-    secretKeyRef: {name: {{ $redis.external.existingSecret | quote }}, key: {{ $redis.external.key | quote }}}
+    secretKeyRef: {name: {{ $redis.external.existingSecret | quote }}, key: {{ include "warmfront.redisKey" . | quote }}}
 {{- else if $redis.external.url }}
 - name: WARMFRONT_REDIS
   value: {{ $redis.external.url | quote }}
@@ -192,10 +200,10 @@ served-model-name: {{ . | quote }}
 - name: REDIS_PASSWORD
   valueFrom:
     secretKeyRef:
-      name: {{ $redis.bundled.existingSecret | default (include "warmfront.fullname" .) }}
+      name: {{ $redis.bundled.existingSecret | default $fullname }}
       key: {{ $redis.bundled.key | quote }}
 - name: WARMFRONT_REDIS
-  value: redis://:$(REDIS_PASSWORD)@{{ include "warmfront.fullname" . }}-valkey:{{ int $redis.bundled.port }}/0
+  value: redis://:$(REDIS_PASSWORD)@{{ $fullname }}-valkey:{{ int $redis.bundled.port }}/0
 {{- end }}
 {{- if $redis.external.caSecret.name }}
 - name: SSL_CERT_FILE
@@ -211,22 +219,24 @@ served-model-name: {{ . | quote }}
 - name: {{ ternary "WARMFRONT_ROUTER_ID" "WARMFRONT_REPLICA_ID" (eq .component "router") }}
   valueFrom: {fieldRef: {fieldPath: metadata.name}}
 {{- end }}
-{{- include "warmfront.redisEnv" .root }}
+{{- include "warmfront.redisEnv" . }}
 {{- with .config.extraEnv }}
 {{ toYaml . }}
 {{- end }}
 {{- end -}}
 
-{{/* Worker token, hash seed and certificates, as one volume. Takes {root, component}. */}}
+{{/* Worker token, hash seed and certificates, as one volume: to each pod what it needs. Takes {root, component}. */}}
 {{- define "warmfront.secretVolume" -}}
 - name: secrets
   projected:
     defaultMode: 288 # 0440
     sources:
+      {{- if ne .component "head" }}
       - secret:
           name: {{ .root.Values.workerToken.existingSecret | default (include "warmfront.fullname" .root) }}
           items: [{key: {{ .root.Values.workerToken.key | quote }}, path: worker-token}]
-      {{- if include "warmfront.ray" .root }}
+      {{- end }}
+      {{- if include (ternary "warmfront.rayWorkers" "warmfront.ray" (eq .component "worker")) .root }}
       - secret:
           name: {{ .root.Values.ray.token.existingSecret | default (include "warmfront.fullname" .root) }}
           items: [{key: {{ .root.Values.ray.token.key | quote }}, path: ray-token}]
@@ -305,12 +315,42 @@ initContainers:
 {{- end }}
 {{- end -}}
 
+{{/* A short hash of what a component's processes read once, at their start, of the user's own Secrets: a change of it
+     rolls the pods at the next upgrade. Empty where Helm sees no cluster, and for Secrets of the chart's, which never change.
+     TLS files are read again by themselves; a new hash seed or Ray token is a new fleet or cluster. Takes {root, component}. */}}
+{{- define "warmfront.secretsChecksum" -}}
+{{- $root := .root -}}
+{{- $redis := $root.Values.redis -}}
+{{- $read := list -}}
+{{- if has .component (list "router" "worker") -}}
+{{- $read = append $read (list $root.Values.workerToken.existingSecret $root.Values.workerToken.key) -}}
+{{- end -}}
+{{- if not (include "warmfront.externalRedis" $root) -}}
+{{- $read = append $read (list $redis.bundled.existingSecret $redis.bundled.key) -}}
+{{- else if ne .component "valkey" -}}
+{{- $read = append $read (list $redis.external.existingSecret (include "warmfront.redisKey" .)) -}}
+{{- end -}}
+{{- $found := list -}}
+{{- range $pair := $read -}}
+{{- if first $pair -}}
+{{- $held := (lookup "v1" "Secret" $root.Release.Namespace (first $pair) | default dict).data | default dict -}}
+{{- with get $held (last $pair) -}}{{- $found = append $found . -}}{{- end -}}
+{{- end -}}
+{{- end -}}
+{{- if $found -}}
+{{- toJson $found | sha256sum | trunc 8 -}}
+{{- end -}}
+{{- end -}}
+
 {{- define "warmfront.podMetadata" -}}
 labels:
   {{- include "warmfront.podLabels" . | nindent 2 }}
 annotations:
   kubectl.kubernetes.io/default-container: {{ .component }}
   warmfront/fleet: {{ include "warmfront.fleet" .root | quote }}
+  {{- with include "warmfront.secretsChecksum" . }}
+  checksum/secrets: {{ . | quote }}
+  {{- end }}
   {{- with merge (dict) .config.podAnnotations .root.Values.commonAnnotations }}
   {{- toYaml . | nindent 2 }}
   {{- end }}

@@ -24,10 +24,16 @@ matchExpressions:
         {{- include "warmfront.rayNodes" .root | nindent 8 }}
 {{- end -}}
 
-{{/* Workers on Ray may share a pod: the metrics port of each is the first and its number. */}}
-{{- define "warmfront.lastWorkerMetricsPort" -}}
-{{- $config := .Values.worker -}}
-{{- sub (add $config.ports.metrics $config.replicas $config.ray.surge) 1 -}}
+{{/* Workers that a pod has room for: one per GPU. Each takes the first free metrics port of so many. */}}
+{{- define "warmfront.workersPerPod" -}}
+{{- max 1 (int .Values.worker.gpu.count) -}}
+{{- end -}}
+
+{{/* Most workers of an autoscaled fleet on Ray. */}}
+{{- define "warmfront.mostRayWorkers" -}}
+{{- with .Values.worker.ray -}}
+{{- .autoscale.maxReplicas | default (sub (mul .nodes (include "warmfront.workersPerPod" $)) .surge) -}}
+{{- end -}}
 {{- end -}}
 
 {{/* Arguments of `ray start`. Takes {root, resource, gpus}; without a resource it is the head. Every port has its number, so
@@ -121,7 +127,7 @@ spec:
       env:
         - name: POD_IP
           valueFrom: {fieldRef: {fieldPath: status.podIP}}
-        {{- include "warmfront.redisEnv" . | nindent 8 }}
+        {{- include "warmfront.redisEnv" $part | nindent 8 }}
         {{- include "warmfront.rayEnv" (dict "root" .) | nindent 8 }}
         # What Ray knows of its actors is on a volume: a head that comes back finds them where they run.
         - {name: RAY_gcs_storage, value: rocksdb}
@@ -164,7 +170,7 @@ spec:
       env:
         - name: POD_IP
           valueFrom: {fieldRef: {fieldPath: status.podIP}}
-        {{- include "warmfront.redisEnv" . | nindent 8 }}
+        {{- include "warmfront.redisEnv" $part | nindent 8 }}
         {{- include "warmfront.rayEnv" (dict "root" .) | nindent 8 }}
         {{- with $config.extraEnv }}
         {{- toYaml . | nindent 8 }}
@@ -223,7 +229,22 @@ workers:
   rollout:
     surge: {{ int $config.ray.surge }}
     batch: {{ int $config.ray.batch }}
-    deadline: {{ add (mul $config.startupDeadlineSeconds $config.replicas) 300 }}s
+    {{- with $config.ray.whenBelow }}
+    when-below: {{ . }}
+    {{- end }}
+    deadline: {{ add (mul $config.startupDeadlineSeconds (ternary (include "warmfront.mostRayWorkers" .) (toString $config.replicas) $config.ray.autoscale.enabled)) 300 }}s
+  {{- with $config.ray.autoscale }}
+  {{- if .enabled }}
+  autoscale:
+    min: {{ int .minReplicas }}
+    max: {{ include "warmfront.mostRayWorkers" $ }}
+    {{- range $key, $value := dict "target-wait" .targetWait "up-window" .upWindow "down-window" .downWindow }}
+    {{- with $value }}
+    {{ $key }}: {{ . }}
+    {{- end }}
+    {{- end }}
+  {{- end }}
+  {{- end }}
   settings:
     {{- include "warmfront.settings" (include "warmfront.workerSettings" . | fromYaml) | trim | nindent 4 }}
     {{- with include "warmfront.settings" $config.flags | trim }}

@@ -55,7 +55,7 @@ spec:
       {{- end }}
       {{- if $onRay }}
       ports:
-        {{- range $number := until (int (add $config.replicas $config.ray.surge)) }}
+        {{- range $number := until (int (include "warmfront.workersPerPod" .)) }}
         - {name: metrics-{{ $number }}, containerPort: {{ add $config.ports.metrics $number }}}
         {{- end }}
       {{- include "warmfront.rayProbes" $nodeManager | nindent 6 }}

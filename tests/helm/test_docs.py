@@ -6,7 +6,7 @@ import re
 
 from tests.helm.test_monitoring import alerts
 from tests.helm.test_values import SCHEMA
-from tests.helm.tools import CHART, ROOT, Helm, Objects
+from tests.helm.tools import CHART, ROOT, Helm, Objects, one
 
 TEXT = (ROOT / "docs" / "deploy.md").read_text(encoding="utf-8")
 TOP = "|".join(SCHEMA["properties"])
@@ -24,6 +24,26 @@ def test_every_value_in_the_text_is_in_the_schema() -> None:
 
 def test_every_alert_is_explained_and_no_other(scenarios: dict[str, Objects]) -> None:
     assert set(re.findall(r"Warmfront[A-Z]\w+", TEXT)) == {rule["alert"] for rule in alerts(scenarios["production"])}
+
+
+def test_every_figure_to_watch_is_on_the_dashboard(scenarios: dict[str, Objects]) -> None:
+    table = TEXT.partition("| figure | good | else |")[2].partition("\n\n")[0]
+    named = re.findall(r"warmfront_\w+", table)
+    assert len(named) > 4
+    (board,) = one(scenarios["production"], "ConfigMap", "-dashboard")["data"].values()
+    for metric in named:
+        assert re.search(rf"\b{metric}(_bucket)?\b", board), metric
+
+
+def test_notes_warn_where_the_longest_context_is_left_to_the_first_worker(helm: Helm) -> None:
+    def warns(*values: str) -> bool:
+        made = helm.run("install", "wf", str(CHART), "--dry-run=client", *(w for v in values for w in ("--set", v)))
+        assert made.returncode == 0, made.stderr
+        return "worker.flags.max-model-len is not set" in made.stdout
+
+    assert warns()
+    assert not warns("worker.flags.max-model-len=4096")
+    assert not warns("worker.flags.engine=simulated", "worker.gpu.count=0")
 
 
 def test_notes_say_where_the_release_listens_and_what_is_open(helm: Helm) -> None:

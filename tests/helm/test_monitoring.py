@@ -54,7 +54,7 @@ def queries(scenarios: dict[str, Objects]) -> dict[str, str]:
 def test_every_query_parses(queries: dict[str, str]) -> None:
     for where, query in queries.items():
         try:
-            promql_parser.parse(query.replace("$__rate_interval", "1m").replace("$namespace", "ns"))
+            promql_parser.parse(query.replace("$__rate_interval", "1m"))
         except ValueError as error:
             raise AssertionError(f"{where}: {error}: {query}") from error
 
@@ -72,12 +72,22 @@ def test_every_series_is_one_that_the_program_exports(queries: dict[str, str]) -
         assert grouped - {"pod"} <= set().union(*(known[name] for name in names)), where
 
 
-def test_every_query_is_of_this_namespace_and_release(queries: dict[str, str], scenarios: dict[str, Objects]) -> None:
-    for rule in alerts(scenarios["production"]):
-        for matchers in re.findall(r"\{([^}]*)\}", rule["expr"]):
-            mine = re.search(r'namespace="default", pod=~"wf-warmfront-(router|worker|head)-\.\+"', matchers)
-            assert mine, rule["alert"]
-    assert 'pod=~"wf-warmfront-router-.+"' in queries["keda"]
+def test_every_query_is_of_this_namespace_and_release(queries: dict[str, str]) -> None:
+    for where, query in queries.items():
+        for matchers in re.findall(r"\{([^}]*)\}", query):
+            assert re.search(r'namespace="default", pod=~"wf-warmfront-(router|worker|head)-\.\+"', matchers), where
+
+
+def test_two_releases_have_a_dashboard_each(helm: Helm) -> None:
+    made = []
+    for release, namespace in (("a", "one"), ("b", "one"), ("a", "two")):
+        objects = helm.template("--set", "metrics.dashboard.enabled=true", release=release, namespace=namespace)
+        (text,) = one(objects, "ConfigMap", "-dashboard")["data"].values()
+        assert "@" not in text
+        board = json.loads(text)
+        assert len(board["uid"]) <= 40, "Grafana's limit"
+        made.append((board["uid"], board["title"]))
+    assert [len({board[number] for board in made}) for number in (0, 1)] == [3, 3]
 
 
 def test_the_hit_rate_leaves_out_the_first_minute_of_a_pod(scenarios: dict[str, Objects]) -> None:

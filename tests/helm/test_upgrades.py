@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import copy
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,6 +15,7 @@ from tests.fakes.kubernetes_api import Cluster, RefusedError, serve
 from tests.helm.tools import CHART, Helm, Objects
 
 FIRST = Path(__file__).resolve().parents[1] / "golden" / "helm" / "first-version.yaml"
+PODS = ("Deployment", "StatefulSet")
 MODES = ["ray.mode=none", "ray.mode=static", "ray.mode=static,worker.placement=ray"]
 
 
@@ -111,6 +113,32 @@ def test_a_change_of_contract_names_both_fleets_and_what_it_costs(place: Place) 
     args = worker["args"]
     assert args[args.index("--prewarm-from-fleet") + 1] == old
     assert args[args.index("--fleet") + 1] == fleet() != old
+
+
+OWN_SECRETS = ["workerToken.existingSecret=mine", "workerToken.key=token", "redis.bundled.existingSecret=mine"]
+
+
+def test_a_changed_secret_of_the_user_rolls_the_pods_that_read_it_once(place: Place) -> None:
+    def put(**keys: bytes) -> None:
+        data = {key.replace("_", "-"): base64.b64encode(value).decode() for key, value in keys.items()}
+        place.cluster.put({"apiVersion": "v1", "kind": "Secret", "metadata": {"name": "mine"}, "data": data})
+
+    def pods() -> dict[str, Any]:
+        place.install(*OWN_SECRETS)
+        found = {key[1]: item["spec"]["template"] for key, item in place.objects().items() if key[0] in PODS}
+        return {name.removeprefix("wf-warmfront-"): template for name, template in found.items()}
+
+    put(token=b"first token", redis_password=b"one")
+    before = pods()
+    assert "checksum/secrets" in before["worker"]["metadata"]["annotations"]
+    put(token=b"first token", redis_password=b"one", other=b"of no pod")
+    assert pods() == before
+    put(token=b"second token", redis_password=b"one")
+    after = pods()
+    assert {name for name in after if after[name] != before[name]} == {"router", "worker"}
+    put(token=b"second token", redis_password=b"two")
+    again = pods()
+    assert {name for name in again if again[name] != after[name]} == {"router", "worker", "head", "valkey"}
 
 
 def test_two_releases_live_in_one_namespace(place: Place) -> None:

@@ -146,16 +146,29 @@ def test_a_flag_with_a_list_is_given_once_for_each_of_it(helm: Helm) -> None:
     assert given == [("--lora", "french=/a/f"), ("--lora-dir", "/a"), ("--lora-dir", "/b")]
 
 
+def test_a_flag_with_a_list_stays_one_on_ray(helm: Helm) -> None:
+    lists = ["worker.flags.lora-dir={/a,/b}", "worker.flags.lora={french=/a/f}"]
+    given = desired(helm.template(*set_all([*RAY_WORKERS, *lists])))["workers"]["settings"]
+    assert (given["lora"], given["lora-dir"]) == (["french=/a/f"], ["/a", "/b"])
+
+
 # Refusals name the value
 
 
 RAY_WORKERS = ["ray.mode=static", "worker.placement=ray"]
+ON_RAY_SCALED = [*RAY_WORKERS, "worker.ray.autoscale.enabled=true"]
 REFUSED: list[tuple[str, list[str]]] = [
     ("ray.mode", ["ray.mode=serve"]),
     ("worker.placement", ["ray.mode=none", "worker.placement=ray"]),
     ("worker.keda.enabled", [*RAY_WORKERS, "worker.keda.enabled=true", "worker.keda.serverAddress=http://p"]),
     ("worker.replicas", [*RAY_WORKERS, "worker.replicas=3"]),
     ("worker.ray.surge", [*RAY_WORKERS, "worker.ray.surge=1"]),
+    ("worker.ray.autoscale", ["worker.ray.autoscale.enabled=true"]),
+    ("worker.ray.whenBelow", ["worker.ray.whenBelow=500ms"]),
+    ("worker.ray.whenBelow", [*RAY_WORKERS, "worker.ray.whenBelow=500"]),
+    ("worker.ray.autoscale.maxReplicas", [*ON_RAY_SCALED, "worker.ray.autoscale.maxReplicas=3"]),
+    ("worker.ray.autoscale.minReplicas", [*ON_RAY_SCALED, "worker.ray.autoscale.minReplicas=3"]),
+    ("worker.ports.metrics", [*RAY_WORKERS, "worker.gpu.count=4", "worker.ports.metrics=6377"]),
     ("worker.extraArgs", [*RAY_WORKERS, "worker.extraArgs={--log-json}"]),
     ("router.extraArgs", ["ray.mode=static", "router.extraArgs={--log-json}"]),
     ("router.autoscaling.enabled", ["ray.mode=kuberay", "router.autoscaling.enabled=true"]),
@@ -166,6 +179,7 @@ REFUSED: list[tuple[str, list[str]]] = [
     ("redis.external", ["redis.external.url=redis+other://s:6379"]),
     ("redis.external.url", ["redis.external.url=redis://:secret@s:6379/0"]),
     ("redis.external.url", ["redis.external.url=redis://s", "redis.external.existingSecret=s"]),
+    ("redis.external.workerKey", ["redis.external.url=redis://s", "redis.external.workerKey=worker"]),
     ("redis.external.caSecret", ["redis.external.caSecret.name=ca"]),
     ("cache.blockSize", ["cache.blockSize=4"]),
     ("cache.hashAlgorithm", ["cache.hashAlgorithm=md5"]),
@@ -196,6 +210,7 @@ REFUSED: list[tuple[str, list[str]]] = [
     ("router.flags.policy", ["router.flags.policy=best"]),
     ("router.image.digest", ["router.image.digest=latest"]),
     ("ingress.hosts", ["ingress.enabled=true"]),
+    ("gateway.httpRoute.timeouts.request", ["gateway.httpRoute.timeouts.request=1.5s"]),
     ("gateway.parentRefs", ["gateway.grpcRoute.enabled=true"]),
     ("serviceAccount.name", ["serviceAccount.create=false"]),
     ("tls.public.existingSecret", ["tls.public.enabled=true"]),
@@ -350,6 +365,23 @@ def test_workers_take_calls_from_their_own_routers_alone(defaults: Objects) -> N
     assert [rule["from"] for rule in calls] == [[{"podSelector": {"matchLabels": router}}]]
 
 
+def test_each_part_has_its_own_user_of_redis_where_the_secret_has_keys_for_them(helm: Helm) -> None:
+    def key(objects: Objects, component: str, number: int = 0) -> str:
+        env = pod(objects, component)["spec"]["containers"][number]["env"]
+        (found,) = [item["valueFrom"]["secretKeyRef"] for item in env if item["name"] == "WARMFRONT_REDIS"]
+        assert found["name"] == "s"
+        return str(found["key"])
+
+    secret = "redis.external.existingSecret=s"
+    plain = helm.template(*set_all([secret, "redis.external.key=all"]))
+    assert [key(plain, name) for name in ("router", "worker", "head")] == ["all"] * 3
+    keys = [f"redis.external.{name}Key={name}-url" for name in ("router", "worker", "controller")]
+    for mode in ([], RAY_WORKERS):
+        own = helm.template(*set_all([secret, *keys, *mode]))
+        assert [key(own, name) for name in ("router", "worker")] == ["router-url", "worker-url"]
+        assert [key(own, "head", number) for number in (0, 1)] == ["controller-url"] * 2
+
+
 @pytest.mark.parametrize(
     ("args", "port"),
     [
@@ -438,6 +470,30 @@ def test_workers_on_ray_have_a_gpu_each_and_room_to_roll(scenarios: dict[str, Ob
     assert workers["replicas"] + workers["rollout"]["surge"] == nodes * gpus
 
 
+def test_what_scales_workers_on_ray_is_the_controller_s(helm: Helm) -> None:
+    assert "autoscale" not in desired(helm.template(*set_all(RAY_WORKERS)))["workers"]
+    room = ["worker.ray.nodes=3", "worker.gpu.count=2", "worker.ray.surge=1"]
+    workers = desired(helm.template(*set_all([*ON_RAY_SCALED, *room])))["workers"]
+    assert workers["autoscale"] == {"min": 1, "max": 5}
+    bounds = ["minReplicas=2", "maxReplicas=4", "targetWait=1s", "upWindow=30s", "downWindow=10m"]
+    more = [*(f"worker.ray.autoscale.{bound}" for bound in bounds), "worker.ray.whenBelow=500ms"]
+    workers = desired(helm.template(*set_all([*ON_RAY_SCALED, *room, *more])))["workers"]
+    windows = {"target-wait": "1s", "up-window": "30s", "down-window": "10m"}
+    assert workers["autoscale"] == {"min": 2, "max": 4, **windows}
+    assert workers["rollout"]["when-below"] == "500ms"
+
+
+def test_workers_of_one_pod_are_scraped_at_as_many_ports_as_fit_on_it(scenarios: dict[str, Objects]) -> None:
+    objects = scenarios["ray-workers"]
+    first = VALUES["worker"]["ports"]["metrics"]
+    ports = {item["name"]: item["containerPort"] for item in container(objects, "worker")["ports"]}
+    assert ports == {f"metrics-{number}": first + number for number in range(4)}
+    monitor = one(objects, "PodMonitor")["spec"]["podMetricsEndpoints"]
+    assert [end["port"] for end in monitor] == list(ports)
+    (rule,) = [r for r in one(objects, "NetworkPolicy", "-worker")["spec"]["ingress"] if "ports" in r]
+    assert [(port["port"], port["endPort"]) for port in rule["ports"]] == [(first, first + 3)]
+
+
 def test_kuberay_is_refused_where_it_is_not(helm: Helm) -> None:
     made = helm.run("template", "wf", str(CHART), "--set", "ray.mode=kuberay")
     assert made.returncode != 0
@@ -485,11 +541,44 @@ def test_tls_takes_the_place_of_plain_text_and_probes_go_where_they_need_no_cert
 
 
 def test_no_pod_is_given_the_key_of_another(scenarios: dict[str, Objects]) -> None:
-    given = {"router": {"public-tls", "wf-warmfront-router-tls"}, "worker": {"wf-warmfront-worker-tls"}}
+    given = {"router": {"public-tls", "wf-warmfront-router-tls"}, "worker": {"wf-warmfront-worker-tls"}, "head": set()}
     for component, secrets in given.items():
-        spec = one(scenarios["tls"], "Deployment", f"-{component}")["spec"]["template"]["spec"]
-        sources = [source["secret"] for source in spec["volumes"][0]["projected"]["sources"]]
+        sources = secret_sources(pod(scenarios["tls"], component))
         assert {source["name"] for source in sources for item in source["items"] if item["key"] == "tls.key"} == secrets
+
+
+def secret_sources(template: dict[str, Any]) -> list[dict[str, Any]]:
+    volumes = template["spec"].get("volumes", [])
+    return [source["secret"] for volume in volumes for source in volume.get("projected", {}).get("sources", [])]
+
+
+TOKEN, RAY, SEED = "worker-token", "ray-token", "hash-seed"
+
+
+@pytest.mark.parametrize(
+    ("scenario", "wanted"),
+    [
+        ("defaults", {"router": {TOKEN, RAY}, "worker": {TOKEN}, "head": {RAY}, "valkey": set(), "test": set()}),
+        ("ray-workers", {"router": {TOKEN, RAY, SEED}, "worker": {TOKEN, RAY, SEED}, "head": {RAY, SEED}}),
+        ("ingress", {"router": {TOKEN}, "worker": {TOKEN}}),
+        ("seeded", {"router": {TOKEN, SEED}, "worker": {TOKEN, SEED}}),
+        (
+            "tls",
+            {
+                "router": {TOKEN, RAY, "public.crt", "public.key", "public-ca.crt", "clients-ca.crt"}
+                | {"router.crt", "router.key", "workers-ca.crt"},
+                "worker": {TOKEN, "worker.crt", "worker.key", "routers-ca.crt"},
+                "head": {RAY},
+            },
+        ),
+    ],
+)
+def test_each_pod_has_the_secret_files_that_it_reads_and_no_other(
+    scenarios: dict[str, Objects], scenario: str, wanted: dict[str, set[str]]
+) -> None:
+    for component, files in wanted.items():
+        sources = secret_sources(pod(scenarios[scenario], component))
+        assert {item["path"] for source in sources for item in source["items"]} == files, component
 
 
 def test_one_gpu_or_none(helm: Helm, defaults: Objects) -> None:
@@ -503,6 +592,31 @@ def test_one_gpu_or_none(helm: Helm, defaults: Objects) -> None:
 def test_who_scales_sets_the_number(scenarios: dict[str, Objects]) -> None:
     for component in ("router", "worker"):
         assert "replicas" not in one(scenarios["production"], "Deployment", f"-{component}")["spec"]
+
+
+def test_valkey_and_the_test_run_where_they_are_told(helm: Helm) -> None:
+    valkey = ["podLabels.pool=small", "podAnnotations.a=b", "priorityClassName=high"]
+    objects = helm.template(
+        *set_all([f"redis.bundled.{value}" for value in valkey]),
+        *set_all(["tests.nodeSelector.pool=cpu", "tests.tolerations[0].operator=Exists"]),
+    )
+    found = pod(objects, "valkey")
+    assert found["metadata"]["labels"]["pool"] == "small"
+    assert found["metadata"]["annotations"] == {"a": "b"}
+    assert found["spec"]["priorityClassName"] == "high"
+    spec = pod(objects, "test")["spec"]
+    assert (spec["nodeSelector"], spec["tolerations"]) == ({"pool": "cpu"}, [{"operator": "Exists"}])
+
+
+def test_a_route_s_time_limits_are_left_to_the_gateway_where_asked(helm: Helm) -> None:
+    route = ["gateway.httpRoute.enabled=true", "gateway.parentRefs[0].name=public"]
+    for more, wanted in (
+        ([], {"request": "0s"}),
+        (["gateway.httpRoute.timeouts.backendRequest=30m"], {"request": "0s", "backendRequest": "30m"}),
+        (["gateway.httpRoute.timeouts.request=null"], None),
+    ):
+        (rule,) = one(helm.template(*set_all([*route, *more])), "HTTPRoute")["spec"]["rules"]
+        assert rule.get("timeouts") == wanted
 
 
 def test_spread_constraints_select_their_own_pods(scenarios: dict[str, Objects]) -> None:

@@ -251,6 +251,16 @@ async def test_metrics_are_served_where_asked_and_nowhere_else(valkey_url: str) 
         assert probe.connect_ex(("127.0.0.1", port)) != 0
 
 
+async def test_workers_that_share_a_setting_take_the_first_metrics_port_that_is_free(valkey_url: str) -> None:
+    first = free_port()
+    with socket.socket() as stranger:
+        stranger.bind(("127.0.0.1", first))
+        stranger.listen()
+        async with serve(config_for(valkey_url, metrics_port=first), num_metrics_ports=3) as served:
+            assert served.worker._metrics_server is not None
+            assert first < served.worker._metrics_server.port <= first + 2
+
+
 PROGRAM = """
 import sys
 from worker.config import WorkerConfig
