@@ -7,6 +7,8 @@ data, so that a scheduler test needs no model and a model test needs no schedule
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
+from worker.seen_tokens import SeenTokens
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingParams:
@@ -26,6 +28,14 @@ class SamplingParams:
     seed: int = 0  # of this choice: the engine draws one where the client gives none
     num_logprobs: int | None = None  # None: no logprobs; 0: of the drawn token only
 
+    @property
+    def penalises(self) -> bool:
+        """Whether a draw depends on which tokens there were before."""
+        return self.repetition_penalty != 1.0 or self.presence_penalty != 0.0 or self.frequency_penalty != 0.0
+
+
+GREEDY = SamplingParams(temperature=0.0)
+
 
 @dataclass(slots=True, kw_only=True)
 class SequenceSlice:
@@ -36,11 +46,16 @@ class SequenceSlice:
     start: int  # position of token_ids[0]; all positions before it have their KV in place
     block_ids: Sequence[int]  # the block table; covers at least start + len(token_ids) positions
     sampling: SamplingParams | None  # None: a prefill chunk that does not reach the prompt's end, nothing is drawn
-    prompt_token_ids: Sequence[int] = ()  # for penalties and prompt logprobs
-    output_token_ids: Sequence[int] = ()  # for penalties: what was drawn so far
+    prompt_token_ids: Sequence[int] = ()  # for prompt logprobs
+    output_token_ids: Sequence[int] = ()  # what was drawn so far
+    seen: SeenTokens | None = None  # where sampling penalises: what was read and drawn so far
     forbidden_token_ids: Sequence[int] = ()  # end tokens while min_tokens is not reached
     num_prompt_logprobs: int | None = None  # as num_logprobs, for the prompt positions of this slice, chunks included
     lora: str | None = None  # identity of a loaded adapter
+
+
+PROBE = SequenceSlice(request_id="probe", token_ids=(0,), start=0, block_ids=(0,), sampling=GREEDY)
+"""One token on the scratch block: it fails where everything would. No request's, so a fault of requests spares it."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -67,7 +82,7 @@ class TokenLogprobs:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SliceResult:
-    """What came of one slice. ``error``: this slice alone failed (NaN logits); its request ends, no other."""
+    """What came of one slice. ``error``: this slice alone failed (no finite numbers); its request ends, no other."""
 
     token_id: int | None = None  # None where nothing was to be drawn
     logprobs: TokenLogprobs | None = None

@@ -28,12 +28,21 @@ RETENTION_TTLS_S = (300, 3600)
 
 _RANGES = {  # field: lowest, highest, lowest itself excluded
     "temperature": (0.0, 2.0, False),
+    "repetition_penalty": (array("f", [0.01])[0], 10.0, False),  # as a message has it, in 32 bits
     "top_p": (0.0, 1.0, True),
     "min_p": (0.0, 1.0, False),
     "presence_penalty": (-2.0, 2.0, False),
     "frequency_penalty": (-2.0, 2.0, False),
 }
-_DEFAULTS = {"temperature": 1.0, "top_p": 1.0, "min_p": 0.0, "presence_penalty": 0.0, "frequency_penalty": 0.0}
+_DEFAULTS = {
+    "temperature": 1.0,
+    "repetition_penalty": 1.0,
+    "top_p": 1.0,
+    "min_p": 0.0,
+    "presence_penalty": 0.0,
+    "frequency_penalty": 0.0,
+}
+_GREEDY_BELOW = 1e-5  # so low a temperature draws the likeliest token, and dividing by it may leave float32's range
 
 
 class InvalidRequestError(ValueError):
@@ -124,9 +133,8 @@ def _read_sampling(sampling: inference_pb2.SamplingParams, vocab_size: int) -> S
             span = f"over {low:g} and up to {high:g}" if above else f"between {low:g} and {high:g}"
             raise InvalidRequestError(f"{name} is {value:g}: it must be {span}")
         values[name] = value
-    repetition_penalty = sampling.repetition_penalty if sampling.HasField("repetition_penalty") else 1.0
-    if not 0 < repetition_penalty < float("inf"):
-        raise InvalidRequestError(f"repetition_penalty is {repetition_penalty:g}: it must be over 0; 1 is none")
+    if values["temperature"] < _GREEDY_BELOW:
+        values["temperature"] = 0.0
     if sampling.top_k > vocab_size:
         raise InvalidRequestError(f"top_k is {sampling.top_k}: the vocabulary has {vocab_size} tokens; 0 means all")
     if len(sampling.logit_bias) > MAX_LOGIT_BIASES:
@@ -137,7 +145,6 @@ def _read_sampling(sampling: inference_pb2.SamplingParams, vocab_size: int) -> S
             raise InvalidRequestError(f"logit_bias of token {token_id} is {bias:g}: it must be between -100 and 100")
     return SamplingParams(
         **values,
-        repetition_penalty=repetition_penalty,
         top_k=sampling.top_k,
         logit_bias=dict(sampling.logit_bias),
         seed=sampling.seed if sampling.HasField("seed") else secrets.randbits(64),

@@ -20,9 +20,12 @@ from cache.block_hash import BlockChain
 from cache.prefix_cache import PrefixCache
 from cache.retention import Retention
 from worker.batch import SamplingParams, SequenceSlice
+from worker.seen_tokens import SeenTokens
 
 PRIORITY_S = 10.0
-"""One step of priority is worth so many seconds of waiting: lower runs earlier, and nobody waits for ever."""
+"""One step of priority is worth so many seconds of waiting: lower runs earlier."""
+MAX_PRIORITY = 10
+"""What is asked beyond this, either way, counts as this: so nobody waits for ever, whatever others ask."""
 
 
 class QueueFullError(Exception):
@@ -69,6 +72,7 @@ class Choice:
     drawn: int | None = None  # the last token, not yet in the chain
     block_ids: Sequence[int] = ()
     order: tuple[float, int] = (0.0, 0)
+    seen: SeenTokens | None = None  # where its sampling penalises
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,7 +140,11 @@ class Scheduler:
     def add(self, choice: Choice) -> None:
         """Queue a new choice. The caller has checked that its tokens fit the pool, and ``check_room``."""
         self._num_arrived += 1
-        choice.order = (choice.arrival_s + PRIORITY_S * choice.priority, self._num_arrived)
+        priority = max(-MAX_PRIORITY, min(choice.priority, MAX_PRIORITY))
+        choice.order = (choice.arrival_s + PRIORITY_S * priority, self._num_arrived)
+        if choice.sampling.penalises:
+            read = choice.prompt_token_ids if choice.sampling.repetition_penalty != 1.0 else ()
+            choice.seen = SeenTokens(read, choice.output_token_ids)
         insort(self._waiting, choice, key=_order)
         self._next_deadline_s = min(self._next_deadline_s, choice.deadline_s)
 
@@ -178,6 +186,8 @@ class Scheduler:
         """A running choice got its next token and goes on."""
         choice.output_token_ids.append(token_id)
         choice.drawn = token_id
+        if choice.seen is not None:
+            choice.seen.add(token_id)
 
     def finish(self, choice: Choice, now: float) -> None:
         """A choice ends, for whatever reason and in whatever state; what it computed stays cached. Twice is once."""
@@ -293,6 +303,7 @@ class Scheduler:
             sampling=choice.sampling if draws else None,
             prompt_token_ids=choice.prompt_token_ids,
             output_token_ids=output,
+            seen=choice.seen,
             forbidden_token_ids=choice.end_token_ids if draws and len(output) < choice.min_tokens else (),
             num_prompt_logprobs=choice.num_prompt_logprobs,
             lora=choice.lora,

@@ -57,7 +57,8 @@ def read(given: worker_pb2.WorkerGenerateRequest) -> Request:
         (lambda: sampling(top_p=1.5), "top_p is 1.5"),
         (lambda: sampling(min_p=-0.5), "min_p is -0.5"),
         (lambda: sampling(top_k=5000), "top_k is 5000.*1000 tokens"),
-        (lambda: sampling(repetition_penalty=0), "repetition_penalty is 0"),
+        (lambda: sampling(repetition_penalty=0), "repetition_penalty is 0: it must be between 0.01 and 10"),
+        (lambda: sampling(repetition_penalty=1e-38), "repetition_penalty is 1e-38"),
         (lambda: sampling(repetition_penalty=float("inf")), "repetition_penalty is inf"),
         (lambda: sampling(presence_penalty=3), "presence_penalty is 3"),
         (lambda: sampling(frequency_penalty=-3), "frequency_penalty is -3"),
@@ -105,6 +106,15 @@ def test_zero_is_a_value_and_not_unset() -> None:
     request = read(sampling(temperature=0, logprobs=0, prompt_logprobs=0, seed=0))
     assert request.sampling.temperature == 0
     assert (request.sampling.num_logprobs, request.num_prompt_logprobs, request.sampling.seed) == (0, 0, 0)
+
+
+def test_a_temperature_next_to_zero_is_greedy_since_nothing_else_can_be_told_from_it() -> None:
+    assert [read(sampling(temperature=value)).sampling.temperature for value in (1e-38, 9e-6, 0.5)] == [0, 0, 0.5]
+
+
+def test_the_least_and_the_most_of_a_range_are_in_it() -> None:
+    for value in (0.01, 10):
+        assert read(sampling(repetition_penalty=value)).sampling.repetition_penalty == pytest.approx(value)
 
 
 def test_max_tokens_is_cut_to_what_the_context_leaves_prior_tokens_included() -> None:

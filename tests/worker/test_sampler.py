@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from worker.batch import SamplingParams, SequenceSlice
 from worker.sampler import WIDTHS, Draw, sample, token_logprobs, uniform
+from worker.seen_tokens import SeenTokens
 
 
 def drawn(logits: torch.Tensor, params: list[SamplingParams], position: int = 1, **more: Any) -> list[Draw]:
@@ -117,7 +118,8 @@ def test_penalties_hit_what_was_written_and_repetition_also_what_was_read() -> N
 
     def first(**params: Any) -> int:
         one = SamplingParams(temperature=0, **params)
-        return tokens(logits, [one], prompt_token_ids=[1], output_token_ids=[0, 0])[0]
+        read = [1] if one.repetition_penalty != 1 else []
+        return tokens(logits, [one], seen=SeenTokens(read, [0, 0]) if one.penalises else None)[0]
 
     assert first() == 0
     assert first(presence_penalty=0.2) == 1
@@ -125,6 +127,29 @@ def test_penalties_hit_what_was_written_and_repetition_also_what_was_read() -> N
     assert first(frequency_penalty=0.04) == 0
     assert first(repetition_penalty=1.5) == 0  # both are divided
     assert first(repetition_penalty=3.0) == 3  # until the third, which nobody saw, is ahead
+
+
+@given(st.lists(st.integers(0, 40), max_size=60), st.lists(st.integers(0, 40), max_size=60), st.integers(0, 60))
+def test_what_was_seen_is_counted_the_same_at_once_and_as_it_comes(
+    read: list[int], written: list[int], cut: int
+) -> None:
+    seen = SeenTokens(read, written[:cut])
+    for token_id in written[cut:]:
+        seen.add(token_id)
+    counts = Counter(written)
+    wanted = {token_id: counts[token_id] for token_id in {*read, *written}}
+    assert dict(zip(seen.ids.tolist(), seen.counts.tolist(), strict=True)) == wanted
+
+
+@pytest.mark.parametrize("repetition_penalty", [0.01, 10.0])
+def test_the_lowest_temperature_and_the_strongest_penalties_draw_as_they_say(repetition_penalty: float) -> None:
+    logits = torch.tensor([[40.0, -40.0, 30.0, 5.0]])
+    one = SamplingParams(
+        temperature=1e-5, repetition_penalty=repetition_penalty, presence_penalty=2, frequency_penalty=2, top_p=0.9
+    )
+    likeliest = 2 if repetition_penalty > 1 else 0
+    assert tokens(logits, [one], seen=SeenTokens([1], [0])) == [likeliest]
+    assert tokens(logits, [one], seen=SeenTokens([1, 0, 2, 3], [3])) == [0]
 
 
 def test_bias_and_bans_move_the_choice() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections import Counter
 from dataclasses import dataclass, field
 
 import pytest
@@ -13,7 +14,7 @@ from cache.block_hash import HashScheme
 from cache.prefix_cache import PrefixCache
 from tests.fakes.runner import FakeRunner
 from worker.batch import SamplingParams, StepBatch
-from worker.scheduler import PRIORITY_S, Choice, ChoiceState, Limits, QueueFullError, Scheduler
+from worker.scheduler import MAX_PRIORITY, PRIORITY_S, Choice, ChoiceState, Limits, QueueFullError, Scheduler
 
 BLOCK = 4
 
@@ -53,10 +54,9 @@ class Bench:
             chain=self.scheme.chain(tokens),
             prompt_token_ids=tokens,
             output_token_ids=[],
-            sampling=SamplingParams(seed=7),
             arrival_s=self.now,
             priority=priority,
-            **more,  # type: ignore[arg-type]
+            **{"sampling": SamplingParams(seed=7), **more},  # type: ignore[arg-type]
         )
         self.wanted[name] = num_output
         self.choices[name] = choice
@@ -135,6 +135,32 @@ def test_priority_is_worth_a_bounded_wait_so_nobody_starves() -> None:
     bench.now = PRIORITY_S + 1
     bench.add("late", [3, 4], 1)
     assert bench.step()[0][0] == "patient"
+
+
+@pytest.mark.parametrize("priority", [11, 2**31 - 1])
+def test_whoever_asks_for_more_than_priorities_go_gets_the_last_of_them(priority: int) -> None:
+    bench = Bench(max_num_seqs=1)
+    bench.add("patient", [1, 2], 1, priority=priority)
+    bench.add("urgent", [3, 4], 1, priority=-priority)
+    bench.now = 1
+    bench.add("later", [5, 6], 1, priority=-MAX_PRIORITY)
+    bench.now = MAX_PRIORITY * PRIORITY_S + 1
+    bench.add("last", [7, 8], 1)
+    assert [bench.step()[0][0] for _ in range(4)] == ["urgent", "later", "patient", "last"]
+
+
+def test_what_penalties_look_at_grows_with_the_answer_and_outlives_a_preemption() -> None:
+    bench = Bench(num_blocks=6, max_num_seqs=2)
+    bench.add("old", [1, 2, 3, 4, 5, 6, 7, 8], 9)
+    bench.now += 1
+    prompt = [11, 12, 13, 14, 15, 16, 17, 11]
+    young = bench.add("young", prompt, 9, sampling=SamplingParams(seed=1, repetition_penalty=1.1))
+    bench.run()
+    assert young.num_preemptions > 0
+    assert young.seen is not None
+    counts = Counter(bench.outputs["young"])
+    wanted = {token_id: counts[token_id] for token_id in {*prompt, *counts}}
+    assert dict(zip(young.seen.ids.tolist(), young.seen.counts.tolist(), strict=True)) == wanted
 
 
 def test_a_burst_with_one_prefix_computes_it_once() -> None:
