@@ -255,6 +255,12 @@ class BlockChain:
     def __len__(self) -> int:
         return len(self.token_ids)
 
+    def copy(self) -> BlockChain:
+        """A chain that begins as this one and grows apart; nothing is hashed again."""
+        other = BlockChain(self.scheme, (), self._extra)
+        other.token_ids, other.hashes, other.keys = self.token_ids[:], self.hashes[:], self.keys[:]
+        return other
+
     def extra_of(self, block: int) -> ExtraKeys | None:
         """The extra keys of a block, full or not: past the prompt's blocks, the adapter alone."""
         if self._extra is not None and block < len(self._extra):

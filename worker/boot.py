@@ -52,7 +52,7 @@ def load_replica(config: WorkerConfig, progress: Progress) -> Loaded:
     """Load the model that ``config`` names and test it. Takes seconds to minutes.
 
     Raises ``ValueError`` (``ConfigError``, ``ModelError``, ``PlanError``) for what cannot work, naming the remedy, and
-    ``SelfTestError`` when mode deterministic does not hold on this machine.
+    ``SelfTestError`` when the model computes no numbers or mode deterministic does not hold on this machine.
     """
     path, device, step_tokens = config.model or default_model_path(), pick_device(config.device), _step_tokens(config)
     model = load_config(path)

@@ -35,7 +35,7 @@ from cache.prefix_cache import BlockCopies, Explanation, PrefixCache
 from cache.retention import Retention
 from cache.stats import CacheStats
 from worker.adapters import AdapterConflictError
-from worker.batch import SamplingParams, SequenceSlice, SliceResult, StepBatch, TokenLogprobs
+from worker.batch import PROBE, SamplingParams, SequenceSlice, SliceResult, StepBatch, TokenLogprobs
 from worker.detokenizer import Detokenizer, TokenTable
 from worker.scheduler import Choice, ChoiceState, Limits, Scheduler
 
@@ -261,11 +261,12 @@ class Engine:
         scheme = self._cache.scheme
         adapter = request.adapter
         extra = extra_keys(len(request.token_ids), scheme.block_size, lora=adapter, cache_salt=request.cache_salt)
+        chain = scheme.chain(request.token_ids, extra)
         for index in range(request.num_choices):
             running.choices.append(
                 Choice(
                     id=f"{request.id}#{running.number}.{index}",
-                    chain=scheme.chain(request.token_ids, extra),
+                    chain=chain.copy() if index else chain,
                     prompt_token_ids=prompt,
                     output_token_ids=list(prior),
                     sampling=replace(request.sampling, seed=choice_seed(request.sampling.seed, index)),
@@ -351,6 +352,8 @@ class Engine:
         future: Future[T] = Future()
 
         def job() -> None:
+            if not future.set_running_or_notify_cancel():
+                return  # whoever asked has gone
             try:
                 future.set_result(function())
             except Exception as error:  # the caller's to handle, not the engine's
@@ -393,11 +396,17 @@ class Engine:
         return True
 
     def _end(self, death: BaseException | None) -> None:
-        """Nothing is computed any more: everyone who waits hears of it."""
+        """Nothing is computed any more: everyone who waits hears of it.
+
+        Whatever died may have left anything half done, so what fails here keeps nobody else from hearing.
+        """
         with self._wake:
             self._stopping = True
         while self._inbox:
-            self._inbox.popleft()()
+            try:
+                self._inbox.popleft()()
+            except Exception:
+                logger.exception("an engine that has ended could not do what was asked of it")
         detail = f"{type(death).__name__}: {death}" if death else ""
         for running in self._running.values():
             self._report.deliveries.append((running.sink, self._ending(running, Failure.STOPPED, detail)))
@@ -502,8 +511,7 @@ class Engine:
                 return [result for one in slices for result in self._execute([one])]
             results = [SliceResult(error=f"{type(error).__name__}: {error}")]
         if all(result.error is not None for result in results):
-            probe = SequenceSlice(request_id="probe", token_ids=(0,), start=0, block_ids=(0,), sampling=None)
-            (answer,) = self._runner.execute(StepBatch(slices=[probe]))
+            (answer,) = self._runner.execute(StepBatch(slices=[PROBE]))
             if answer.error is not None:
                 raise RuntimeError(f"the model fails on everything: {answer.error}")
         return results

@@ -24,7 +24,7 @@ from torch.nn import functional
 from cache.prefix_cache import BlockCopies
 from worker.attention import Span, make_backend
 from worker.attention.sdpa import ROW_MULTIPLE
-from worker.batch import SamplingParams, SequenceSlice, SliceResult, StepBatch, TokenLogprobs
+from worker.batch import GREEDY, SamplingParams, SequenceSlice, SliceResult, StepBatch, TokenLogprobs
 from worker.decode_graphs import DecodeGraphs, Recorder
 from worker.kv_store import SCRATCH_BLOCK, KVStore, kv_format
 from worker.loading import LoadedModel
@@ -65,7 +65,7 @@ def _on_its_device(method: Callable[P, R]) -> Callable[P, R]:
 
 
 class SelfTestError(RuntimeError):
-    """Deterministic mode does not hold on this machine: equal input gave different bits."""
+    """The model does not work here: it computes no numbers, or, in deterministic mode, equal input gave other bits."""
 
 
 class ModelRunner:
@@ -237,25 +237,45 @@ class ModelRunner:
     def execute(self, batch: StepBatch) -> list[SliceResult]:
         """Compute all slices; their KV is in place afterwards. One result per slice, in order.
 
-        A slice whose scores are not finite numbers gets a result with ``error``, and what it wrote is erased. What a
-        kernel refuses is raised: the engine finds out whose fault it was, as writing the same KV twice changes nothing.
+        A slice that does not come out as finite numbers gets a result with ``error``. What a kernel refuses is raised:
+        the engine finds out whose fault it was, as writing the same KV twice changes nothing. Either way what was
+        written is erased, so that no block ever holds anything but numbers, whoever gets it next.
         """
-        return self._step(batch.slices) if batch.slices else []
+        if not batch.slices:
+            return []
+        try:
+            return self._step(batch.slices)
+        except Exception:
+            self._erase(batch.slices)
+            raise
 
     @_on_its_device
     def self_test(self) -> None:
-        """In deterministic mode: one prompt cold, in chunks, beside others and on warm blocks, compared bit for bit.
+        """Read a prompt and decode a token: what is compiled at first use is compiled then, and the scores are finite.
 
-        Overwrites the KV store, so it belongs before the first request. Raises ``SelfTestError``; returns at once in
-        mode fast.
+        In deterministic mode also one prompt cold, in chunks, beside others and on warm blocks, compared bit for bit.
+        Overwrites the KV store, so it belongs before the first request. Raises ``SelfTestError``.
         """
-        if not self._deterministic:
-            return
+        room = min((self.kv.num_blocks - 1) * self.block_size, self.max_num_batched_tokens, self.config.max_context)
+        ids, table = _test_ids(min(room, 80), self.config.vocab_size), range(1, self.kv.num_blocks)
+        for start, stop in ((0, len(ids) - 1), (len(ids) - 1, len(ids))):
+            if start < stop:
+                (result,) = self._step([replace(_slice("probe", ids[start:stop], start, table), sampling=GREEDY)])
+                if result.error is not None:
+                    dtype = str(self._model.dtype).removeprefix("torch.")
+                    raise SelfTestError(
+                        f"this model computes no finite numbers in {dtype}: its files may be damaged, or another "
+                        f"--dtype is needed"
+                    )
+        if self._deterministic:
+            self._test_identity()
+
+    def _test_identity(self) -> None:
         room = (self.kv.num_blocks - 2) * self.block_size  # one block is scratch, one holds the neighbour
         length = min(540, room, self.config.max_context)  # past the 512 keys at which the CPU kernel splits
         if length < 8:
             raise SelfTestError(f"{self.kv.num_blocks} KV blocks are too few for the self-test")
-        ids = [(7 * index * index + 3 * index + 11) % self.config.vocab_size for index in range(length)]
+        ids = _test_ids(length, self.config.vocab_size)
         table = range(1, self.kv.num_blocks - 1)
         neighbour = _slice("neighbour", ids[:5], 0, [self.kv.num_blocks - 1])
         cuts = [0, length // 3 + 1, length - 7, length - 1, length]
@@ -299,33 +319,40 @@ class ModelRunner:
 
     def _recorded_logits(self, slices: Sequence[SequenceSlice]) -> Tensor | None:
         """Scores of a step in which all rows decode, one per slice, where such a step is recorded; else None."""
-        if self._graphs is None or any(one.lora is not None for one in slices):
+        if self._graphs is None or any(one.lora is not None or one.sampling is None for one in slices):
             return None
         if any(len(one.token_ids) != 1 or one.num_prompt_logprobs is not None for one in slices):
             return None
         return self._graphs.run(*_lay_flat(slices, self.block_size))
 
     def _step(self, slices: Sequence[SequenceSlice]) -> list[SliceResult]:
-        recorded = self._recorded_logits(slices)
-        hidden = self._hidden(slices) if recorded is None else recorded[:0]  # nobody asks for it then
-        ends = np.cumsum([len(one.token_ids) for one in slices])
+        last_rows: list[int] = (np.cumsum([len(one.token_ids) for one in slices]) - 1).tolist()
         drawing = [index for index, one in enumerate(slices) if one.sampling is not None]
+        reading = [index for index, one in enumerate(slices) if one.sampling is None]
+        logits, hidden, judged = self._recorded_logits(slices), None, []
+        if logits is None:
+            hidden = self._hidden(slices)
+            if drawing:
+                logits = self._logits(hidden, [last_rows[index] for index in drawing])
+        if logits is not None:
+            judged.append(logits.sum(dim=-1))
+        if hidden is not None and reading:  # what breaks one row of a prompt breaks all after it, so the last will do
+            judged.append(hidden[[last_rows[index] for index in reading]].sum(dim=-1, dtype=torch.float32))
+        finite: list[bool] = torch.isfinite(torch.cat(judged)).tolist()
         results = [SliceResult() for _ in slices]
-        if drawing:
-            rows = [int(ends[index]) - 1 for index in drawing]
-            logits = self._logits(hidden, rows) if recorded is None else recorded[rows]
-            sound = torch.isfinite(logits.sum(dim=-1)).tolist()
-            draws = iter(sample(logits[sound], [slices[i] for i, ok in zip(drawing, sound, strict=True) if ok]))
-            for index, is_sound in zip(drawing, sound, strict=True):
-                if is_sound:
-                    draw = next(draws)
-                    results[index] = SliceResult(token_id=draw.token_id, logprobs=draw.logprobs)
-                else:
-                    self._erase(slices[index])
-                    results[index] = SliceResult(error="the model's scores are not finite numbers for this request")
+        if broken := [index for index, sound in zip([*drawing, *reading], finite, strict=True) if not sound]:
+            self._erase([slices[index] for index in broken])
+            for index in broken:
+                results[index] = SliceResult(error="the model computes no finite numbers for this request")
+        if logits is not None:
+            sound_rows = [row for row, sound in enumerate(finite[: len(drawing)]) if sound]
+            kept = logits if len(sound_rows) == len(drawing) else logits[sound_rows]
+            drew = [drawing[row] for row in sound_rows]
+            for index, draw in zip(drew, sample(kept, [slices[index] for index in drew]), strict=True):
+                results[index] = SliceResult(token_id=draw.token_id, logprobs=draw.logprobs)
         for index, one in enumerate(slices):
-            if one.num_prompt_logprobs is not None and results[index].error is None:
-                first_row = int(ends[index]) - len(one.token_ids)
+            if hidden is not None and one.num_prompt_logprobs is not None and results[index].error is None:
+                first_row = last_rows[index] + 1 - len(one.token_ids)
                 results[index] = replace(results[index], prompt_logprobs=self._prompt_logprobs(hidden, first_row, one))
         return results
 
@@ -359,9 +386,9 @@ class ModelRunner:
             found += token_logprobs(self._logits(hidden, rows), token_ids, [one.num_prompt_logprobs] * len(token_ids))
         return found
 
-    def _erase(self, one: SequenceSlice) -> None:
-        """Zero what a broken request wrote: its blocks go to others, where even masked keys are multiplied."""
-        _, _, slots, _ = _lay_flat([one], self.block_size)
+    def _erase(self, slices: Sequence[SequenceSlice]) -> None:
+        """Zero what these wrote: their blocks go to others, where even masked keys are multiplied."""
+        _, _, slots, _ = _lay_flat(slices, self.block_size)
         self.kv.zero(torch.from_numpy(slots).to(self.device))
 
 
@@ -381,6 +408,10 @@ def _lay_flat(
         spans.append(Span(row, count, stop, one.block_ids))
         row += count
     return np.concatenate(ids), np.concatenate(positions), np.concatenate(slots), spans
+
+
+def _test_ids(count: int, vocab_size: int) -> list[int]:
+    return [(7 * index * index + 3 * index + 11) % vocab_size for index in range(count)]
 
 
 def _slice(request_id: str, token_ids: Sequence[int], start: int, block_ids: Sequence[int]) -> SequenceSlice:

@@ -30,7 +30,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
 from cache.events import Tier
 from cache.prefix_cache import BlockCopies
-from worker.batch import SequenceSlice, SliceResult, StepBatch, TokenLogprobs
+from worker.batch import PROBE, SequenceSlice, SliceResult, StepBatch, TokenLogprobs
 from worker.config import ConfigError, WorkerConfig
 from worker.detokenizer import TokenTable
 from worker.peft import read_config
@@ -190,7 +190,7 @@ class SimulatedRunner:
                 self._copying_s += len(some.sources) * some.num_tokens / self._host_tokens_per_s
 
     def execute(self, batch: StepBatch) -> list[SliceResult]:
-        """One result per slice, when the time of the step has passed. A probe without blocks takes none."""
+        """One result per slice, when the time of the step has passed. A probe takes next to none."""
         results = [self._compute(one) for one in batch.slices]
         self._pass_time(batch)
         self._misbehave()
@@ -205,6 +205,8 @@ class SimulatedRunner:
         del self._adapters[adapter]
 
     def _compute(self, one: SequenceSlice) -> SliceResult:
+        if one is PROBE:
+            return SliceResult(token_id=self._end_token_id)
         digest = self._read(one)
         if one.sampling is None:
             return SliceResult(prompt_logprobs=self._prompt_logprobs(one))

@@ -128,6 +128,18 @@ def test_the_adapter_goes_on_through_the_answer_and_media_and_salt_do_not() -> N
     assert chain.hashes == SCHEME.block_hashes([1, 2, 3, 4, 5, 6, 7, 8], both)
 
 
+def test_a_copy_of_a_chain_begins_alike_and_grows_apart() -> None:
+    scheme = HashScheme(block_size=4)
+    extra = extra_keys(9, 4, lora=("a", "v"), cache_salt="s")
+    chain = scheme.chain([*range(9)], extra)
+    copied = chain.copy()
+    copied.extend([1, 1, 1])
+    chain.extend([2, 2, 2])
+    for grown, end in ((copied, [1, 1, 1]), (chain, [2, 2, 2])):
+        alone = scheme.chain([*range(9), *end], extra)
+        assert (grown.token_ids, grown.hashes, grown.keys) == (alone.token_ids, alone.hashes, alone.keys)
+
+
 def test_hashing_can_go_on_from_a_parent_and_stop_early() -> None:
     tokens = list(range(400))
     hashes = SCHEME.block_hashes(tokens)

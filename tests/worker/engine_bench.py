@@ -65,10 +65,13 @@ class Bench:
         caching: bool = True,
         token_reuse_min: int | None = None,
         num_host_blocks: int = 0,
+        scheme: HashScheme | None = None,
+        make_cache: type[PrefixCache] = PrefixCache,
+        table: TokenTable = TABLE,
     ) -> None:
-        self.cache = PrefixCache(
+        self.cache = make_cache(
             num_blocks + 1,
-            HashScheme(block_size=BLOCK),
+            scheme or HashScheme(block_size=BLOCK),
             caching,
             token_reuse_min=token_reuse_min,
             num_host_blocks=num_host_blocks,
@@ -81,7 +84,7 @@ class Bench:
             runner=self.runner,
             cache=self.cache,
             limits=Limits(max_num_seqs, budget, max_queue),
-            table=TABLE,
+            table=table,
             eos_token_ids=frozenset({2}),
             on_step=self._on_step,
             on_death=self.deaths.append,

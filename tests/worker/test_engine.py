@@ -1,19 +1,26 @@
 from __future__ import annotations
 
 import asyncio
-import random
+import subprocess
+import sys
+import threading
 import time
+from array import array
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Hashable, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from cache.adapter import Adapter
+from cache.block_hash import BlockChain, ExtraKeys, HashScheme, TokenIds
+from cache.prefix_cache import PrefixCache
 from tests.fakes.runner import FakeRunner
-from tests.worker.engine_bench import BLOCK, Answer, Bench, running
-from worker.batch import SamplingParams, SequenceSlice
-from worker.engine import CacheInUseError, EngineStoppedError, Failure, Runner, choice_seed
+from tests.worker.engine_bench import BLOCK, Bench, running
+from tests.worker.engine_load import Load, answers_alone, answers_in_a_crowd, check_engine, check_equal, poison
+from worker.batch import SamplingParams, SequenceSlice, SliceResult, StepBatch
+from worker.engine import CacheInUseError, EngineStoppedError, Failure, choice_seed
 from worker.scheduler import QueueFullError
 
 PROMPT = [100 + index for index in range(40)]
@@ -188,7 +195,24 @@ async def test_a_full_queue_refuses_at_once() -> None:
             await answer.ended.wait()
 
 
-def poison(how: str, step_s: float = 0.0) -> FakeRunner:
+class CountingScheme(HashScheme):
+    """Counts the tokens that it is asked to hash."""
+
+    num_tokens = 0
+
+    def chain(self, token_ids: TokenIds, extra: Sequence[ExtraKeys | None] | None = None) -> BlockChain:
+        self.num_tokens += len(token_ids)
+        return super().chain(token_ids, extra)
+
+
+async def test_a_prompt_is_hashed_once_for_all_its_choices() -> None:
+    scheme = CountingScheme(block_size=BLOCK)
+    with running(Bench(scheme=scheme)) as bench:
+        await bench.answer(PROMPT, num_choices=8)
+    assert scheme.num_tokens == len(PROMPT)
+
+
+def poisoned(how: str, step_s: float = 0.0) -> FakeRunner:
     def judge(one: SequenceSlice) -> str | None:
         return f"{how}: NaN" if 666 in one.prompt_token_ids else None
 
@@ -197,7 +221,7 @@ def poison(how: str, step_s: float = 0.0) -> FakeRunner:
 
 @pytest.mark.parametrize("how", ["error", "raise"])
 async def test_a_poisoned_request_fails_alone(how: str) -> None:
-    with running(Bench(poison(how))) as bench:
+    with running(Bench(poisoned(how))) as bench:
         sound = bench.submit(PROMPT, 20, ignore_eos=True)
         bad = bench.submit([*PROMPT, 666], 20, num_choices=2)
         await bad.ended.wait()
@@ -233,7 +257,7 @@ async def test_each_choice_is_counted_once_as_it_ends_with_its_tokens_and_steps(
             await asyncio.sleep(0.001)
         return seen
 
-    with running(Bench(poison("error", step_s=0.002))) as bench:
+    with running(Bench(poisoned("error", step_s=0.002))) as bench:
         await bench.answer(PROMPT, 6, ignore_eos=True, num_choices=2)
         await bench.answer([7, 8], 5, stop_token_ids=frozenset(range(3, 1000)), synthetic=True)
         await bench.answer([*PROMPT, 666], 5)
@@ -254,6 +278,55 @@ async def test_each_choice_is_counted_once_as_it_ends_with_its_tokens_and_steps(
         steps_s = [seconds for report in bench.reports for seconds in getattr(report, kind)]
         assert steps_s
         assert min(steps_s) >= 0
+
+
+class Doomed(FakeRunner):
+    """Its first step waits for ``gate`` and is its last."""
+
+    gate = threading.Event()
+
+    def execute(self, batch: StepBatch) -> list[SliceResult]:
+        self.gate.wait()
+        raise RuntimeError("the device is gone")
+
+
+class Torn(PrefixCache):
+    """No block can be freed."""
+
+    def free(self, request_id: Hashable, now: float = 0.0, recompute: bool = False) -> None:
+        raise KeyError(request_id)
+
+
+async def test_a_death_is_told_even_where_what_it_left_behind_breaks_what_else_was_asked() -> None:
+    runner = Doomed(65, BLOCK)
+    with running(Bench(runner, make_cache=Torn)) as bench:
+        cancelled, waits = bench.submit(PROMPT), bench.submit(PROMPT)
+        while not bench.engine.step_age_s():
+            await asyncio.sleep(0.01)
+        bench.engine.cancel(cancelled.number)
+        late = bench.submit(PROMPT)
+        runner.gate.set()
+        for answer in (waits, late):
+            await asyncio.wait_for(answer.ended.wait(), 60)
+        while not bench.deaths:
+            await asyncio.sleep(0.01)
+    assert [one.ending.failure for one in (waits, late) if one.ending is not None] == [Failure.STOPPED] * 2
+    assert "the device is gone" in str(bench.deaths[0])
+
+
+async def test_whoever_asks_about_the_cache_and_leaves_harms_nobody() -> None:
+    runner = FakeRunner(65, BLOCK)
+    with running(Bench(runner)) as bench:
+        runner.hangs.set()
+        answer = bench.submit(PROMPT)
+        while not bench.engine.step_age_s():
+            await asyncio.sleep(0.01)
+        assert bench.engine.explain_cache(array("i", PROMPT), None, None).cancel()
+        assert bench.engine.reset_cache().cancel()
+        runner.hangs.clear()
+        await answer.ended.wait()
+        assert (await bench.answer(PROMPT)).ending.num_cached_tokens == 32  # type: ignore[union-attr]
+    assert not bench.deaths
 
 
 async def test_stopping_ends_what_runs_and_takes_nothing_more() -> None:
@@ -306,143 +379,25 @@ async def test_the_snapshot_tells_the_load() -> None:
         assert view.num_cached_blocks >= 2  # of the prompt; the answer may have filled another by now
 
 
-class Load:
-    """Random requests that share prefixes, and what each gives when it runs alone."""
-
-    def __init__(self, rng: random.Random, vocab_size: int, max_prompt: int) -> None:
-        self.rng = rng
-        self.vocab_size = vocab_size
-        self.trunks = [[self.token() for _ in range(rng.randint(5, max_prompt))] for _ in range(6)]
-
-    def token(self) -> int:
-        return self.rng.randrange(3, self.vocab_size)
-
-    def request(self) -> dict[str, object]:
-        rng = self.rng
-        trunk = rng.choice(self.trunks)
-        token_ids = trunk[: rng.randint(1, len(trunk))] + [self.token() for _ in range(rng.choice([0, 0, 3, 12]))]
-        more: dict[str, object] = {
-            "token_ids": token_ids,
-            "max_tokens": rng.randint(1, 24),
-            "sampling": SamplingParams(
-                seed=rng.randrange(100),
-                temperature=rng.choice([0.0, 0.7, 1.0]),
-                top_p=rng.choice([1.0, 0.9]),
-                repetition_penalty=rng.choice([1.0, 1.2]),
-            ),
-            "num_choices": rng.choice([1, 1, 1, 2, 3]),
-            "ignore_eos": rng.random() < 0.5,
-            "cache_salt": rng.choice([None, None, None, "salt"]),
-            "priority": rng.randint(-1, 1),
-        }
-        if rng.random() < 0.3:
-            more["stop_strings"] = (f"{rng.randrange(10)}.", "77")
-        if rng.random() < 0.2:
-            more["min_tokens"] = rng.randint(1, int(more["max_tokens"]))  # type: ignore[call-overload]
-        return more
-
-
-def outcome(answer: Answer, num_choices: int) -> list[tuple[list[int], str, str]]:
-    return [
-        (answer.token_ids(index), answer.text(index), answer.last(index).finish_reason) for index in range(num_choices)
-    ]
-
-
-async def fuzz(bench: Bench, alone: Bench, load: Load, num_requests: int, in_flight: int) -> None:
-    """Every answer of a crowded engine equals that of an engine that has it alone, without any cache."""
-    requests = [load.request() for _ in range(num_requests)]
-    places = asyncio.Semaphore(in_flight)
-    answers: dict[int, Answer] = {}
-
-    async def ask(index: int) -> None:
-        async with places:
-            answer = bench.submit(**requests[index])  # type: ignore[arg-type]
-            if load.rng.random() < 0.1:
-                await asyncio.sleep(load.rng.random() * 0.02)
-                bench.engine.cancel(answer.number)
-                return
-            await answer.ended.wait()
-            answers[index] = answer
-
-    await asyncio.gather(*(ask(index) for index in range(num_requests)))
-    for index, answer in answers.items():
-        assert answer.ending is not None
-        assert answer.ending.failure is None
-        reference = await alone.answer(**requests[index])  # type: ignore[arg-type]
-        num_choices = int(requests[index]["num_choices"])  # type: ignore[call-overload]
-        assert outcome(answer, num_choices) == outcome(reference, num_choices), requests[index]
-
-
 @pytest.mark.parametrize(("token_reuse_min", "num_host_blocks"), [(None, 0), (1, 0), (None, 4), (1, 30)])
 async def test_a_crowd_of_random_requests_gets_the_answers_of_requests_alone(
     token_reuse_min: int | None, num_host_blocks: int
 ) -> None:
-    load = Load(random.Random(11), 1000, 90)
+    adapters = [Adapter(name, name * 64) for name in "ab"]
+    load = Load(11, 1000, num_asks=300, num_wishes=300, max_prompt=90, max_output=24, adapters=adapters)
+    runner = FakeRunner(13, BLOCK, poison=poison(load), num_host_blocks=num_host_blocks)
     cache: dict[str, Any] = {"token_reuse_min": token_reuse_min, "num_host_blocks": num_host_blocks}
-    with running(Bench(num_blocks=12, max_num_seqs=8, budget=40, **cache)) as bench:
-        with running(Bench(max_num_seqs=3, caching=False)) as alone:
-            await fuzz(bench, alone, load, 300, 20)
-        while bench.engine.snapshot().num_used_blocks or bench.engine.snapshot().waiting:
-            await asyncio.sleep(0.01)
-    assert sum(report.num_preemptions for report in bench.reports) > 0
-    assert sum(one.num_cached_tokens for report in bench.reports for one in report.admitted) > 0
-    assert bool(num_host_blocks) == any(one.num_host_tokens for report in bench.reports for one in report.admitted)
-    bench.check_all_is_free()
-
-
-@pytest.fixture(scope="module")
-def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    from tests.worker.tiny_models import random_model, write_folder
-
-    yield write_folder(random_model("llama", num_hidden_layers=2), tmp_path_factory.mktemp("tiny"))
-
-
-@pytest.mark.parametrize(("token_reuse_min", "num_host_blocks"), [(None, 0), (2, 0), (2, 20)])
-async def test_in_deterministic_mode_a_real_model_gives_the_same_in_a_crowd_as_alone(
-    tiny_model: Path, token_reuse_min: int | None, num_host_blocks: int
-) -> None:
-    from tests.worker.tiny_models import runner_of
-
-    def runner(num_blocks: int, num_host_blocks: int = 0) -> Runner:
-        return runner_of(tiny_model, mode="deterministic", num_blocks=num_blocks + 1, num_host_blocks=num_host_blocks)
-
-    load = Load(random.Random(12), 301, 80)
-    cache: dict[str, Any] = {"token_reuse_min": token_reuse_min, "num_host_blocks": num_host_blocks}
-    crowded = Bench(runner(12, num_host_blocks), num_blocks=12, max_num_seqs=8, budget=40, **cache)
-    with running(crowded) as bench:
-        with running(Bench(runner(64), max_num_seqs=3, caching=False)) as alone:
-            await fuzz(bench, alone, load, 100, 12)
-        while bench.engine.snapshot().num_used_blocks or bench.engine.snapshot().waiting:
-            await asyncio.sleep(0.01)
-    assert sum(report.num_preemptions for report in bench.reports) > 0
-    assert sum(one.num_cached_tokens for report in bench.reports for one in report.admitted) > 0
-    assert bool(num_host_blocks) == any(one.num_host_tokens for report in bench.reports for one in report.admitted)
-    bench.check_all_is_free()
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(1800)
-async def test_in_deterministic_mode_smollm2_gives_the_same_in_a_crowd_as_alone() -> None:
-    from tests.worker.tiny_models import runner_of
-    from worker.loading import default_model_path
-
-    def runner(num_blocks: int, num_host_blocks: int = 0) -> Runner:
-        return runner_of(
-            default_model_path(), mode="deterministic", num_blocks=num_blocks + 1, num_host_blocks=num_host_blocks
-        )
-
-    load = Load(random.Random(13), 49_152, 120)
-    cache: dict[str, Any] = {"token_reuse_min": 4, "num_host_blocks": 60}
-    crowded = Bench(runner(30, 60), num_blocks=30, max_num_seqs=8, budget=128, **cache)
-    with running(crowded) as bench, running(Bench(runner(200), num_blocks=200, max_num_seqs=3, caching=False)) as alone:
-        await fuzz(bench, alone, load, 24, 12)
-    assert sum(one.num_cached_tokens for report in bench.reports for one in report.admitted) > 0
+    crowded = Bench(runner, num_blocks=12, budget=40, **cache)
+    with running(crowded) as bench, running(Bench(FakeRunner(65, BLOCK, poison=poison(load)), caching=False)) as other:
+        for adapter in adapters:
+            for engine in (bench.engine, other.engine):
+                await asyncio.wrap_future(engine.add_adapter(str(adapter), None, 2))
+        crowd = await answers_in_a_crowd(bench, load, 20)
+        check_equal(load, crowd, await answers_alone(other, load))
+    check_engine(bench)
 
 
 def test_importing_the_engine_needs_neither_ray_nor_redis_nor_gguf() -> None:
-    import subprocess
-    import sys
-
     blocked = ["ray", "redis", "cbor2", "gguf", "grpc", "prometheus_client"]
     program = (
         f"import sys; sys.modules.update(dict.fromkeys({blocked!r}))\n"

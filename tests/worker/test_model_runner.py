@@ -13,7 +13,7 @@ from tests.worker.tiny_models import CPU, GREEDY, logits_of, random_model, runne
 from worker.batch import SamplingParams, StepBatch
 from worker.decode_graphs import sizes
 from worker.loading import load_model
-from worker.model_runner import ModelRunner
+from worker.model_runner import MODES, Mode, ModelRunner, SelfTestError
 
 PROMPT = [(index * index * 11 + index + 2) % 301 for index in range(700)]
 
@@ -78,21 +78,66 @@ def test_a_chunk_that_draws_nothing_has_an_empty_result(folder: Path) -> None:
     assert runner.execute(StepBatch(slices=[])) == []
 
 
+def with_a_broken_token(folder: Path, **settings: Any) -> ModelRunner:
+    """Whatever reads token 13 comes out as no number."""
+    loaded = load_model(folder, dtype="float32", device=CPU)
+    loaded.weights["model.embed_tokens.weight"][13] = float("nan")
+    return ModelRunner(loaded, num_blocks=16, block_size=16, **settings)
+
+
+def assert_block_is_empty(runner: ModelRunner, block: int) -> None:
+    for kept in (runner.kv.data, runner.kv.scales):
+        assert kept is None or (torch.isfinite(kept).all() and not kept[:, :, block].any())
+
+
 @pytest.mark.parametrize("kv_cache_dtype", ["auto", "int8", "fp8"])
 def test_a_request_with_scores_that_are_no_numbers_fails_alone_and_leaves_nothing_behind(
     folder: Path, kv_cache_dtype: str
 ) -> None:
-    loaded = load_model(folder, dtype="float32", device=CPU)
-    loaded.weights["model.embed_tokens.weight"][13] = float("nan")
-    runner = ModelRunner(loaded, num_blocks=16, block_size=16, kv_cache_dtype=kv_cache_dtype)
+    runner = with_a_broken_token(folder, kv_cache_dtype=kv_cache_dtype)
     sound, broken = slice_of(PROMPT[:3], 0, [1], GREEDY), slice_of([5, 13, 7], 0, [2], GREEDY)
     alone = runner.execute(StepBatch(slices=[sound]))[0]
     results = runner.execute(StepBatch(slices=[broken, sound]))
     assert results[1] == alone
     assert results[0].token_id is None
-    assert "not finite" in (results[0].error or "")
-    for kept in (runner.kv.data, runner.kv.scales):
-        assert kept is None or (torch.isfinite(kept).all() and not kept[:, :, 2].any())
+    assert "no finite numbers" in (results[0].error or "")
+    assert_block_is_empty(runner, 2)
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("kv_cache_dtype", ["auto", "int8", "fp8"])
+def test_a_chunk_that_draws_nothing_fails_by_itself_too(folder: Path, mode: Mode, kv_cache_dtype: str) -> None:
+    runner = with_a_broken_token(folder, mode=mode, kv_cache_dtype=kv_cache_dtype)
+    sound, broken = slice_of(PROMPT[:3], 0, [1]), slice_of([5, 13, *PROMPT[:14]], 16, [3, 2])
+    results = runner.execute(StepBatch(slices=[broken, sound, slice_of(PROMPT[:3], 0, [4], GREEDY)]))
+    assert ["finite" in (result.error or "") for result in results] == [True, False, False]
+    assert results[2].token_id is not None
+    assert_block_is_empty(runner, 2)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_step_that_is_broken_off_leaves_no_block_that_holds_no_numbers(folder: Path, mode: Mode) -> None:
+    runner = with_a_broken_token(folder, mode=mode)
+    out_of_range = slice_of(PROMPT[:3], 0, [1], SamplingParams(temperature=0, logit_bias={10_000: 1.0}))
+    with pytest.raises(IndexError):
+        runner.execute(StepBatch(slices=[slice_of([5, 13, 7], 0, [2], GREEDY), out_of_range]))
+    assert_block_is_empty(runner, 1)
+    assert_block_is_empty(runner, 2)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_the_self_test_finds_out_that_a_model_computes_no_numbers(folder: Path, mode: Mode) -> None:
+    loaded = load_model(folder, dtype="float32", device=CPU)
+    loaded.weights["model.norm.weight"][5] = float("nan")
+    with pytest.raises(SelfTestError, match="no finite numbers in float32"):
+        ModelRunner(loaded, num_blocks=16, block_size=16, mode=mode).self_test()
+
+
+@pytest.mark.parametrize(("num_blocks", "block_size"), [(2, 1), (2, 16), (64, 16)])
+def test_the_self_test_of_a_sound_model_passes_in_the_smallest_store(
+    folder: Path, num_blocks: int, block_size: int
+) -> None:
+    runner_of(folder, num_blocks=num_blocks, block_size=block_size).self_test()
 
 
 def test_prompt_logprobs_are_the_same_whole_and_in_chunks(folder: Path) -> None:

@@ -20,6 +20,7 @@ from warmfront_pb.v1 import common_pb2, inference_pb2, worker_pb2, worker_pb2_gr
 from cache.block_hash import HashScheme
 from cache.events import Tier
 from cache.prefix_cache import BlockCopies, PrefixCache
+from worker.batch import PROBE as ENGINE_PROBE
 from worker.batch import SamplingParams, SequenceSlice, StepBatch
 from worker.config import ConfigError, WorkerConfig
 from worker.detokenizer import TokenTable
@@ -173,6 +174,11 @@ def test_faults_are_read_from_one_flag() -> None:
 def test_a_fault_that_makes_no_sense_is_refused(text: str) -> None:
     with pytest.raises(ConfigError, match=re.escape("write die:TOKENS, hang:TOKENS, error:SHARE")):
         parse_faults(text)
+
+
+def test_faults_are_those_of_requests_and_spare_the_probe_that_asks_whether_the_engine_lives() -> None:
+    (answer,) = runner(faults=Faults(error_share=1.0)).execute(StepBatch(slices=[ENGINE_PROBE]))
+    assert answer.error is None
 
 
 def test_requests_fail_at_their_first_token_or_not_at_all() -> None:
