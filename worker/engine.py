@@ -38,12 +38,12 @@ from worker.adapters import AdapterConflictError
 from worker.batch import PROBE, SamplingParams, SequenceSlice, SliceResult, StepBatch, TokenLogprobs
 from worker.detokenizer import Detokenizer, TokenTable
 from worker.scheduler import Choice, ChoiceState, Limits, Scheduler
+from worker.step_times import HUNG_AFTER_S, StepTimes
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 SNAPSHOT_INTERVAL_S = 0.25  # how old the published view of a busy engine may be
-_SPEED_WEIGHT = 0.05  # of the newest step in the learned prefill speed
 
 
 class Runner(Protocol):
@@ -216,6 +216,7 @@ class Engine:
         eos_token_ids: frozenset[int],
         on_step: Callable[[StepReport], None],
         on_death: Callable[[BaseException], None],
+        hung_after_s: float = HUNG_AFTER_S,
     ) -> None:
         self._runner = runner
         self._cache = cache
@@ -235,10 +236,8 @@ class Engine:
         self._adapters: dict[str, bool] = {}  # in memory: whether one only stays until its last request has ended
         self._report = StepReport()
         self._num_preemptions_reported = 0
-        self._prefill_tokens = 0.0  # of the steps that had some, smoothed as their seconds are
-        self._prefill_s = 0.0
+        self._steps = StepTimes(hung_after_s)
         self._published_s = -math.inf
-        self._step_began_s: float | None = None
         self._snapshot = EngineSnapshot(num_blocks=cache.num_blocks - 1, num_host_blocks=cache.num_host_blocks)
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
 
@@ -330,16 +329,23 @@ class Engine:
 
     def step_age_s(self) -> float:
         """For how long the step that runs has been running; 0 between steps."""
-        began_s = self._step_began_s
-        return 0.0 if began_s is None else time.monotonic() - began_s
+        return self._steps.age_s(time.monotonic())
 
-    def stop(self) -> None:
-        """End the thread after the step that runs, and wait for it. What is unfinished ends as ``STOPPED``."""
+    def hung_s(self) -> float:
+        """The same where that is far too long for what the step computes, else 0."""
+        return self._steps.hung_s(time.monotonic())
+
+    def stop(self, timeout_s: float | None = None) -> bool:
+        """End the thread after the step that runs, and wait for it. What is unfinished ends as ``STOPPED``.
+
+        Whether it has ended: a step that hangs does not within ``timeout_s``, and nothing can be done about it.
+        """
         with self._wake:
             self._stopping = True
             self._wake.notify()
         if self._thread.is_alive():
-            self._thread.join()
+            self._thread.join(timeout_s)
+        return not self._thread.is_alive()
 
     def _post(self, job: Callable[[], None]) -> None:
         with self._wake:
@@ -475,17 +481,15 @@ class Engine:
         assert step.slices, "there is work, but no slice of it fits a step"
         for choice in step.admitted:
             self._note_admission(choice, now)
-        self._step_began_s = now
+        self._steps.began(step.num_prefill_tokens, now)
         computing_s = now
         copies = self._cache.take_copies()
         if copies:
             self._runner.copy(copies)
             computing_s = time.monotonic()
         results = self._execute(step.slices)
-        self._step_began_s = None
         after = time.monotonic()
-        if step.num_prefill_tokens:
-            self._learn_speed(step.num_prefill_tokens, after - computing_s)
+        self._steps.ended(after - computing_s)
         steps_s = self._report.prefill_steps_s if step.num_prefill_tokens else self._report.decode_steps_s
         steps_s.append(after - now)
         for choice, piece, result in zip(step.choices, step.slices, results, strict=True):
@@ -610,11 +614,6 @@ class Engine:
                 )
             )
 
-    def _learn_speed(self, num_tokens: int, seconds: float) -> None:
-        weight = _SPEED_WEIGHT if self._prefill_s else 1.0
-        self._prefill_tokens += weight * (num_tokens - self._prefill_tokens)
-        self._prefill_s += weight * (seconds - self._prefill_s)
-
     def _flush(self, now: float) -> None:
         """Hand over what this turn brought, and publish the load if it is time."""
         report = self._report
@@ -635,7 +634,7 @@ class Engine:
             waiting=len(self._answers) - num_begun,
             running=num_begun,
             waiting_tokens=self._scheduler.waiting_tokens(),
-            prefill_tokens_per_s=self._prefill_tokens / self._prefill_s if self._prefill_s else 0.0,
+            prefill_tokens_per_s=self._steps.prefill_tokens_per_s,
             num_blocks=self._cache.num_blocks - 1,
             num_used_blocks=self._cache.num_used_blocks,
             num_cached_blocks=self._cache.num_cached_blocks,

@@ -241,6 +241,7 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
             return self._replica.lease(heartbeat=heartbeat)
         hit_rates = self._metrics.hit_rates(time.monotonic())
         lease = self._replica.lease(self._engine.snapshot(), hit_rates, heartbeat)
+        lease.load.hung_s = self._engine.hung_s()
         lease.loras.extend(map(_lora, self._adapters.listed))
         return lease
 

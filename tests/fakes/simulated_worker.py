@@ -57,7 +57,9 @@ class Faults:
     statuses_of_explain: list[grpc.StatusCode] = field(default_factory=list)  # the same of ExplainCache
     cut_after_tokens: int | None = None  # streams break off with UNAVAILABLE
     gate: asyncio.Event | None = None  # requests wait until it is set
-    is_hung: bool = False  # requests neither end nor fail
+    is_hung: bool = False  # while it is, requests neither go on nor fail
+    hung_s: float = 0.0  # what the lease says of that
+    nonsense_after_tokens: int | None = None  # then a message comes that makes no sense
     is_hung_on_model: bool = False  # nor does the question for the model
     lost_batches: int = 0  # so many event batches never reach Redis
     corrupt_batches: int = 0  # so many arrive as rubbish
@@ -109,7 +111,7 @@ class SimulatedWorker(worker_pb2_grpc.WorkerServicer):
         self.num_asked_for_model = 0
         self.num_cancelled = 0
         self.num_answered = 0  # to their ends
-        self.running = 0
+        self.running = self.most_running = 0
         self.address = ""
         self.loras: dict[str, str] = {}  # versions by name
         self.tokenizer = byte_tokenizer()
@@ -154,6 +156,7 @@ class SimulatedWorker(worker_pb2_grpc.WorkerServicer):
         self.deadlines_s.append(context.time_remaining())
         await self._check(request, context)
         self.running += 1
+        self.most_running = max(self.most_running, self.running)
         try:
             async for message in self._answer(request, context):
                 yield message
@@ -262,8 +265,7 @@ class SimulatedWorker(worker_pb2_grpc.WorkerServicer):
             await context.abort(self.faults.statuses.pop(0), "told to fail")
         if self.faults.gate is not None:
             await self.faults.gate.wait()
-        if self.faults.is_hung:
-            await asyncio.Event().wait()
+        await self._hang()
         if request.generation != self.generation:
             await context.abort(grpc.StatusCode.FAILED_PRECONDITION, "another generation")
         is_lost = request.lora in self.faults.lost_loras
@@ -275,6 +277,10 @@ class SimulatedWorker(worker_pb2_grpc.WorkerServicer):
             await context.abort(grpc.StatusCode.UNAVAILABLE, "draining")
         if self.running >= self.spec.max_queue:
             await context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, "the queue is full")
+
+    async def _hang(self) -> None:
+        while self.faults.is_hung:
+            await asyncio.sleep(0.01)
 
     async def _answer(
         self, request: worker_pb2.WorkerGenerateRequest, context: grpc.aio.ServicerContext[Any, Any]
@@ -308,6 +314,9 @@ class SimulatedWorker(worker_pb2_grpc.WorkerServicer):
                 for position in range(prior, request.sampling.max_tokens):
                     if self.faults.cut_after_tokens is not None and position - prior >= self.faults.cut_after_tokens:
                         await context.abort(grpc.StatusCode.UNAVAILABLE, "cut in the middle")
+                    await self._hang()
+                    if position - prior == self.faults.nonsense_after_tokens:
+                        yield inference_pb2.GenerateResponse(index=99)
                     token = self._next_token(chain.token_ids, seed + index)
                     if position > prior and self.spec.decode_s:
                         await asyncio.sleep(self.spec.decode_s)
@@ -377,7 +386,11 @@ class SimulatedWorker(worker_pb2_grpc.WorkerServicer):
             state=self.state,
             contract=self.contract(),
             limits=common_pb2.Limits(max_model_len=self.spec.max_model_len, max_queue=self.spec.max_queue),
-            load=common_pb2.Load(running=self.running, prefill_tokens_per_s=self.spec.prefill_tokens_per_s),
+            load=common_pb2.Load(
+                running=self.running,
+                prefill_tokens_per_s=self.spec.prefill_tokens_per_s,
+                hung_s=self.faults.hung_s,
+            ),
             cache=common_pb2.CacheState(
                 prefix_caching=self.spec.prefix_caching,
                 last_seq=cache.last_seq,

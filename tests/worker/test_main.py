@@ -236,6 +236,44 @@ async def test_a_step_that_never_ends_ends_the_process(valkey_url: str) -> None:
     assert await lease_of(config) is None
 
 
+async def test_a_step_that_takes_far_too_long_is_told_in_the_lease_until_it_ends(valkey_url: str) -> None:
+    config = config_for(valkey_url, heartbeat_s=0.4)
+    async with serve(config, step_s=0.005, hung_after_s=0.3) as served:
+        call = served.client.start(PROMPT, sampling={"max_tokens": 40})
+        for _ in range(10):
+            await call.read()
+        served.runner.hangs.set()
+        while not (lease := await lease_of(config)) or not lease.load.hung_s:
+            await asyncio.sleep(0.05)
+        assert lease.state == common_pb2.READY
+        assert lease.load.hung_s > 0.3
+        served.runner.hangs.clear()
+        while await call.read() is not grpc.aio.EOF:
+            pass
+        while not (lease := await lease_of(config)) or lease.load.hung_s:
+            await asyncio.sleep(0.05)
+        assert not served.task.done()
+
+
+async def test_a_worker_whose_engine_hangs_still_ends_at_its_drain_deadline(valkey_url: str) -> None:
+    config = config_for(valkey_url)
+    async with serve(config, step_s=0.005, hung_after_s=0.3) as served:
+        call = served.client.start(PROMPT, sampling={"max_tokens": 400})
+        for _ in range(10):
+            await call.read()
+        served.runner.hangs.set()
+        served.worker.drain(0.6)
+        with pytest.raises(grpc.aio.AioRpcError) as raised:
+            while await call.read() is not grpc.aio.EOF:
+                pass
+        assert raised.value.code() is grpc.StatusCode.UNAVAILABLE
+        assert await served.task == EXIT_OK
+        served.runner.hangs.clear()
+        assert served.worker._engine is not None
+        await asyncio.to_thread(served.worker._engine.stop)
+    assert await lease_of(config) is None
+
+
 async def test_metrics_are_served_where_asked_and_nowhere_else(valkey_url: str) -> None:
     port = free_port()
     async with serve(config_for(valkey_url, metrics_port=port, compat_metrics=True)) as served:
