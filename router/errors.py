@@ -6,6 +6,8 @@ as it is; a worker's own status comes back by the same names. This is the only s
 
 from typing import ClassVar
 
+from common.grpc_text import sendable
+
 TOO_LONG = "context_length_exceeded"  # OpenAI's code for prompts, or answers asked for, that the context cannot hold
 
 
@@ -29,8 +31,8 @@ class RouterError(Exception):
 
     @property
     def message(self) -> str:
-        """The text for the client."""
-        return str(self.args[0])
+        """The text for the client, which may repeat some of what it sent, but no more than can be sent."""
+        return sendable(str(self.args[0]))
 
 
 class InvalidRequestError(RouterError):

@@ -19,6 +19,7 @@ from starlette.responses import Response
 from starlette.routing import Route as Path
 from warmfront_pb.v1 import admin_pb2, inference_pb2
 
+from common.grpc_text import sendable
 from common.tls import Certificates, ServerContext
 from router import openai_api
 from router.admin import Admin
@@ -346,7 +347,7 @@ async def _on_router_error(http: Request, error: Exception) -> Response:
 
 async def _on_http_error(http: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
-    text = f"{http.method} {http.url.path}: {error.detail}"
+    text = sendable(f"{http.method} {http.url.path}: {error.detail}")
     body = {"error": {"message": text, "type": "invalid_request_error", "param": None, "code": None}}
     return json_response(body, dict(error.headers or {}), error.status_code)
 

@@ -19,7 +19,6 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 from warmfront_pb.v1 import admin_pb2, inference_pb2
 
-from common.grpc_text import sendable
 from common.tls import Certificates, grpc_server_credentials
 from router.admin import Admin
 from router.config import RouterConfig
@@ -357,4 +356,4 @@ async def _abort(context: Context, error: RouterError, metadata: Sequence[tuple[
     trailing = list(metadata)
     if error.retry_after_s is not None:
         trailing.append(("retry-after", f"{error.retry_after_s:g}"))
-    await context.abort(grpc.StatusCode[error.status], sendable(error.message), tuple(trailing))
+    await context.abort(grpc.StatusCode[error.status], error.message, tuple(trailing))

@@ -125,6 +125,25 @@ async def test_an_unknown_adapter_is_404_by_its_name_whichever_way_it_is_asked_f
     assert three.load == 0
 
 
+async def test_a_very_long_name_is_not_repeated_whole(cluster: Cluster) -> None:
+    await cluster.add_worker("w0")
+    await cluster.add_router()
+    name = "\N{LATIN SMALL LETTER E WITH ACUTE}" * 200_000
+    for more in ({"lora": name}, {"model": name}):
+        answer = await ask(cluster, **more)
+        message = answer.json()["error"]["message"]
+        assert answer.status_code == 404 and len(message.encode()) <= 1200
+        assert message.endswith(("none is", "use 'simulated'"))  # what the caller can do
+    assert len((await cluster.http.get("/v1/" + "x" * 9000)).text) < 2000
+    client = ReflectiveClient(cluster.endpoints[0].grpc)
+    for more in ({"lora": name}, {"model": name}):
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await client.call("warmfront.v1.Inference/Generate", {"text": "x", **more})
+        assert caught.value.code() is grpc.StatusCode.NOT_FOUND
+        assert len((caught.value.details() or "").encode()) <= 1200
+    await client.channel.close()
+
+
 async def test_without_any_ready_replica_it_is_503_and_not_404(cluster: Cluster) -> None:
     worker = await cluster.add_worker("w0")
     await cluster.add_router()
