@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 from collections.abc import AsyncGenerator, Awaitable, Coroutine
 from contextlib import AsyncExitStack, aclosing
@@ -22,6 +23,8 @@ from router.explain import as_json, explain
 from router.fleet import Fleet
 from router.request import Work
 from router.service import EXPLAIN_HEADER, hint_of
+
+log = logging.getLogger(__name__)
 
 _T = TypeVar("_T")
 _DONE = b"data: [DONE]\n\n"
@@ -57,6 +60,7 @@ class Answer:
         self._tenant = http.headers.get("x-warmfront-tenant", "") if trusts else ""
         self._route = Route()  # of the first prompt: what the headers tell
         self._wants_explanation = http.headers.get(EXPLAIN_HEADER) == "1"
+        self._status = "CANCELLED"  # until it is known what becomes of it
         self._usages: list[inference_pb2.Usage] = []
         self._choices_per_prompt = body.n or 1
         self._created = int(time.time())
@@ -78,28 +82,35 @@ class Answer:
             return error_response(error, self._headers())
         except _ClientLeftError:
             return Response(status_code=499)
+        except Exception:
+            return error_response(self._fault(), self._headers())
         finally:
             await stack.aclose()
+
+    def _fault(self) -> RouterError:
+        """For an exception that is our own mistake: the log gets all of it, the client a clear end."""
+        self._status = "INTERNAL"
+        log.exception("a request failed inside the router request=%s", self._request_id)
+        return RouterError("the router failed; its log has the reason")
 
     def _headers(self) -> dict[str, str]:
         return dict(self._route.headers(self._request_id, self._config.policy))
 
     async def _messages(self) -> AsyncGenerator[inference_pb2.GenerateResponse, None]:
         """The messages of all prompts; when they end, however that is, the request is counted, once."""
-        status = "CANCELLED"
         try:
             async with aclosing(self._merged()) as messages:
                 async for message in messages:
                     yield message
-            status = "OK"
+            self._status = "OK"
         except RouterError as error:
-            status = error.status
+            self._status = error.status
             raise
         except Exception:
-            status = "INTERNAL"
+            self._status = "INTERNAL"
             raise
         finally:
-            self._dispatcher.count(status)
+            self._dispatcher.count(self._status)
 
     async def _merged(self) -> AsyncGenerator[inference_pb2.GenerateResponse, None]:
         """The messages of all prompts as they come, with their choices numbered through."""
@@ -116,7 +127,7 @@ class Answer:
                     async for message in messages:
                         await queue.put(message)
                 await queue.put(None)
-            except RouterError as error:
+            except Exception as error:
                 await queue.put(error)
 
         pumps = [asyncio.create_task(pump(number)) for number in range(len(self._requests))]
@@ -221,6 +232,8 @@ class Answer:
                 yield _event({**head, "choices": [], **last})
         except RouterError as error:
             yield _event(_error_json(error))
+        except Exception:
+            yield _event(_error_json(self._fault()))
         yield _DONE
 
     def _chunk_choices(self, message: inference_pb2.GenerateResponse, choices: list[_Choice]) -> list[dict[str, Any]]:

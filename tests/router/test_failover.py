@@ -123,6 +123,25 @@ async def test_a_stream_goes_on_once_and_then_fails_with_a_clean_error(two: Clus
     assert two.load == 0
 
 
+async def test_what_breaks_inside_the_router_in_mid_stream_ends_in_an_error_event_and_a_line_with_the_request(
+    two: Cluster, caplog: pytest.LogCaptureFixture
+) -> None:
+    for worker in two.workers.values():
+        worker.faults.nonsense_after_tokens = 3
+    for prompts in (BODY["prompt"], [BODY["prompt"], "another"]):
+        headers = {"x-request-id": f"odd-{len(prompts)}"}
+        body = {**BODY, "prompt": prompts, "stream": True}
+        async with two.http.stream("POST", "/v1/completions", json=body, headers=headers) as response:
+            lines = [line.removeprefix("data: ") async for line in response.aiter_lines() if line]
+        assert response.status_code == 200 and lines[-1] == "[DONE]"
+        assert json.loads(lines[-2])["error"]["message"] == "the router failed; its log has the reason"
+        assert f"request={headers['x-request-id']}" in caplog.text
+        whole = await two.http.post("/v1/completions", json={**body, "stream": False}, headers=headers)
+        assert (whole.status_code, whole.headers["x-request-id"]) == (500, headers["x-request-id"])
+    assert 'warmfront_router_requests_total{code="INTERNAL"} 4.0' in two.router.metrics.text().decode()
+    await until(lambda: two.load == 0)
+
+
 async def test_a_stream_of_two_choices_cannot_move_and_says_so(two: Cluster) -> None:
     for worker in two.workers.values():
         worker.faults.cut_after_tokens = 5
