@@ -91,7 +91,8 @@ class Admin:
             inflight_requests=load.in_flight,
             restarts=member.replica.restarts,
         )
-        one.lease.fault = member.replica.fault or member.fault or one.lease.fault
+        hung = self._fleet.hung.get(member.replica.id)
+        one.lease.fault = member.replica.fault or (hung.detail if hung else "") or member.fault or one.lease.fault
         return one
 
 
@@ -104,10 +105,6 @@ async def _reset(member: Member) -> admin_pb2.ReplicaReset:
     except WorkerError as error:
         outcome = _OUTCOMES.get(error.status, "failed")
         return admin_pb2.ReplicaReset(replica=name, outcome=outcome, detail=f"{error.status}: {error.message}")
-    except asyncio.CancelledError:
-        if not member.has_left:
-            raise
-        return admin_pb2.ReplicaReset(replica=name, outcome="unreachable", detail="it left the fleet")
 
 
 def _replica_json(one: admin_pb2.Replica) -> dict[str, Any]:

@@ -13,7 +13,7 @@ import logging
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Generic, TypeVar
+from typing import Generic, Protocol, TypeVar
 
 from router.config import RouterConfig
 from router.errors import DeadlineError, NoReplicaReadyError, OverloadedError, RouterError
@@ -28,7 +28,17 @@ _SURE_S = 0.25  # how long a request that waits for one replica is not asked aga
 _MAX_DECISIONS = 16  # per look at the queue
 _MAX_PASSED = 256  # requests per look that wait for a replica that is full
 
-T = TypeVar("T")
+
+class Placed(Protocol):
+    """A request that has been sent, or is about to be: it counts as in flight (``entered``) until it is closed."""
+
+    work_tokens: int  # that are computed for it
+
+    def close(self) -> None:
+        """Nobody takes it: what it was charged with is released."""
+
+
+T = TypeVar("T", bound=Placed)
 
 
 @dataclass(slots=True)
@@ -41,15 +51,13 @@ class Wanted:
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class Waiter(Waiting, Generic[T]):
-    """A queued request. ``place`` sends it (charged, at that moment) or names the full replica that it wants.
+    """A queued request. ``place`` places it (charged, at that moment) or names the full replica that it wants.
 
     ``place`` may raise ``RouterError``: then that is the request's answer.
     """
 
     deadline_s: float  # the request's own
     place: Callable[[], T | Wanted]
-    work_tokens_of: Callable[[T], int]
-    undo: Callable[[T], None]  # nobody takes what ``place`` gave
     wants: Wanted | None = None
     sure_until_s: float = 0.0
     placed: asyncio.Future[T] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
@@ -118,7 +126,7 @@ class Admission(Generic[T]):
         )
 
     def entered(self, num_tokens: int) -> None:
-        """A request with so many prompt tokens is in flight; ``left`` follows, once."""
+        """A request with so many prompt tokens is placed, and in flight from now on; ``left`` follows, once."""
         self.num_in_flight += 1
         self.tokens_in_flight += num_tokens
 
@@ -141,7 +149,7 @@ class Admission(Generic[T]):
             result = await waiter.placed
         except asyncio.CancelledError:
             if waiter.placed.done() and not waiter.placed.cancelled() and waiter.placed.exception() is None:
-                waiter.undo(waiter.placed.result())
+                waiter.placed.result().close()
             raise
         finally:
             self._queue.remove(waiter)
@@ -228,11 +236,10 @@ class Admission(Generic[T]):
                     self._fail(waiter, error)
                     return True, num_tried
                 if not isinstance(outcome, Wanted):
-                    cost = waiter.work_tokens_of(outcome)
-                    self._queue.serve(waiter, cost)
-                    self._rate.served(now, cost)
+                    self._queue.serve(waiter, outcome.work_tokens)
+                    self._rate.served(now, outcome.work_tokens)
                     if waiter.placed.done():  # its client left in this very moment
-                        waiter.undo(outcome)
+                        outcome.close()
                     else:
                         waiter.placed.set_result(outcome)
                     return True, num_tried

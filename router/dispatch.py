@@ -2,10 +2,10 @@
 
     tokens -> keys -> match -> decide -> charge -> call the worker -> pass its messages on -> release
 
-Where the replica that it would go to is full it waits for a place first (``router.admission``).
-Before the first message a failing replica costs a retry on another one; after it the stream is continued on another
-replica from the tokens that were delivered, once. The load that a request is charged with is released on every path
-out of here, a client that leaves included.
+Where the replica that it would go to is full it waits for a place first (``router.admission``). What happens on one
+replica is an ``Attempt``. Before the first message a failing replica costs a retry on another one; after it the stream
+is continued on another replica from the tokens that were delivered, once. A replica that hangs counts as failing as
+soon as somebody else can take what waits there.
 """
 
 from __future__ import annotations
@@ -13,45 +13,35 @@ from __future__ import annotations
 import asyncio
 import logging
 import random
-import sys
 import time
 from array import array
 from collections.abc import AsyncGenerator, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import NamedTuple
 
 from warmfront_pb.v1 import inference_pb2, worker_pb2
 
 from cache.adapter import Adapter
 from router.admission import Admission, Waiter, Wanted
+from router.attempt import Attempt
 from router.config import RouterConfig
-from router.errors import (
-    DeadlineError,
-    NoReplicaReadyError,
-    NotFoundError,
-    OverloadedError,
-    RouterError,
-    WorkerFailedError,
-)
+from router.eligible import RETRY_AFTER_S, Eligible
+from router.errors import DeadlineError, NoReplicaReadyError, OverloadedError, RouterError, WorkerFailedError
 from router.explain import Absence, RecentDecisions, Record
 from router.explain_cache import ask_cache
-from router.fleet import Fleet, Member
-from router.load import Ticket
-from router.lora import Caches, adapter_of, asked_name, no_adapter, not_found
+from router.fleet import Fleet
+from router.lora import adapter_of, asked_name, not_found
 from router.metrics import RouterMetrics
 from router.placement import Placement
 from router.policy import Decision
 from router.request import Work, check, complete_sampling, prompt_ids
-from router.worker_client import CLIENT_STATUSES, REFUSES_ROUTER, WorkerError, WorkerStream
+from router.worker_client import CLIENT_STATUSES, REFUSES_ROUTER, HungError, WorkerError
 
 log = logging.getLogger(__name__)
 
 _MAX_RETRIES = 2
 _RETRY_JITTER_S = 0.02
-_RETRY_AFTER_S = 1.0
 _REASONS = {"RESOURCE_EXHAUSTED": "overloaded", "NOT_FOUND": "no_adapter"}  # of an absence, by what the worker answered
-_FAILING = Absence("READY", "failing", "its last calls failed: it is left alone for some seconds")
 
 
 @dataclass(slots=True)
@@ -79,14 +69,6 @@ class Route:
         return headers
 
 
-class _Sent(NamedTuple):
-    """A placed request's replica, and its charge there, which is open."""
-
-    member: Member
-    ticket: Ticket
-    work_tokens: int
-
-
 class Dispatcher:
     """Places requests on the fleet's replicas and passes the answers on."""
 
@@ -95,10 +77,12 @@ class Dispatcher:
         self._fleet = fleet
         self._metrics = metrics
         self._rng = random.Random()
-        self._troubled: set[Member] = set()  # whose breaker is not closed
+        self._eligible = Eligible(fleet)
         self._placement = Placement(fleet.index, fleet.loads, config.policy, self._rng)
-        self.queue: Admission[_Sent] = Admission(config, fleet.loads, metrics, fleet.full, lambda: len(fleet.ready))
+        self._attempts: set[Attempt] = set()  # that run
+        self.queue: Admission[Attempt] = Admission(config, fleet.loads, metrics, fleet.full, lambda: len(fleet.ready))
         self.recent = RecentDecisions()
+        fleet.on_hung = self._leave_hung
 
     async def prepare(
         self,
@@ -153,7 +137,7 @@ class Dispatcher:
         num_tokens = len(packed) // 4
         keys = self._keys(call)
         now = time.monotonic()
-        caches, passed_over = self._eligible(call, {}, now)
+        caches, passed_over = self._eligible.find(call, {}, now)
         decision = None
         if caches:
             decision = self._placement.preview(num_tokens, keys, self._block_size, caches, now, session)
@@ -183,7 +167,7 @@ class Dispatcher:
         if adapter is None and fleet.ready:
             raise not_found(request, name, fleet.profile, fleet.adapters)
         if adapter is None:
-            raise NoReplicaReadyError(f"{fleet.why_not_ready()}: retry soon", retry_after_s=_RETRY_AFTER_S)
+            raise NoReplicaReadyError(f"{fleet.why_not_ready()}: retry soon", retry_after_s=RETRY_AFTER_S)
         return adapter
 
     def count(self, status: str) -> None:
@@ -215,57 +199,63 @@ class Dispatcher:
         delivered: list[bytes] = []
         excluded: dict[str, Absence] = {}
         while True:
-            num_before = len(delivered)
-            member, ticket, _ = await self._admit(work, keys, excluded, route, deadline_s)
-            num_prompt_tokens = work.num_tokens
-            self.queue.entered(num_prompt_tokens)
-            stream = self._call(member, work, deadline_s)
+            attempt = await self._admit(work, keys, excluded, route, deadline_s)
+            attempt.may_leave = route.num_retries < _MAX_RETRIES
+            self._attempts.add(attempt)
             try:
-                while (message := await _read(stream, member)) is not None:
-                    if len(delivered) == num_before:
+                stream = attempt.send(deadline_s)
+                while (message := await stream.read()) is not None:
+                    if not attempt.has_begun:
                         now = time.monotonic()
-                        ticket.first_token(now)
-                        self.queue.look()
-                        member.breaker.succeeded()
-                        member.fault = ""
+                        attempt.begin(now)
+                        attempt.may_leave = may_move and not route.was_continued
                         self._first_token(work, route, now)
                     if may_move or not delivered:
                         delivered.append(message)
                     yield message
-                await self._finish(stream, ticket, route, keys, work.num_tokens)
-                if (scheme := self._fleet.scheme) is not None:
-                    self._fleet.hot.served(work.call, keys, scheme.block_size, route.cached_tokens)
-                member.breaker.succeeded()
+                self._finished(work, route, keys, await attempt.finish())
                 return
             except WorkerError as error:
                 failure = error
+                self._failed(attempt, failure, len(delivered))
             finally:
-                stream.cancel()
-                member.breaker.abandoned()
-                ticket.close(time.monotonic())
-                self.queue.left(num_prompt_tokens)
-            if failure.is_refusal:
-                self._fleet.note(member, REFUSES_ROUTER)
-            if failure.is_transport:
-                member.breaker.failed(time.monotonic())
-                self._troubled.add(member)
-            log.warning(
-                "replica failed a request request=%s replica=%s status=%s messages=%d error=%r",
-                *(work.request_id, member.replica.id, failure.status, len(delivered), failure.message),
-            )
-            excluded[member.replica.id] = Absence(
-                "READY", _REASONS.get(failure.status, "excluded"), f"{failure.status}: {failure.message}"
-            )
-            if len(delivered) == num_before:
+                self._attempts.discard(attempt)
+                attempt.close()
+            replica = attempt.member.replica.id
+            reason = _REASONS.get(failure.status, "excluded")
+            excluded[replica] = Absence("READY", reason, f"{failure.status}: {failure.message}")
+            if not attempt.has_begun:
                 await self._before_retry(work, failure, route, excluded, deadline_s)
                 continue
             if _is_whole(delivered[-1]):
                 return  # it died between the last message and the status
             if not may_move or route.was_continued or failure.status in CLIENT_STATUSES:
-                raise _broken_off(failure, member.replica.id)
+                raise _broken_off(failure, replica)
             work, keys = self._continued(work, delivered)
             route.was_continued = True
             self._metrics.failovers.inc()
+
+    def _failed(self, attempt: Attempt, failure: WorkerError, num_messages: int) -> None:
+        member = attempt.member
+        if failure.is_refusal:
+            self._fleet.note(member, REFUSES_ROUTER)
+        attempt.fail(failure, time.monotonic())
+        self._eligible.has_failed(member)
+        log.warning(
+            "replica failed a request request=%s replica=%s status=%s messages=%d error=%r",
+            *(attempt.work.request_id, member.replica.id, failure.status, num_messages, failure.message),
+        )
+
+    def _leave_hung(self) -> None:
+        """A replica hangs: what it has goes elsewhere, as far as somebody else can take it. Asked again and again."""
+        now, fleet = time.monotonic(), self._fleet
+        for attempt in list(self._attempts):
+            replica = attempt.member.replica.id
+            hung = fleet.hung.get(replica) if fleet.members.get(replica) is attempt.member else None
+            if hung is None or not attempt.may_leave:
+                continue
+            if self._eligible.has_other(attempt.work.call, attempt.excluded, now):
+                attempt.leave(hung.detail)
 
     def _continued(self, work: Work, delivered: list[bytes]) -> tuple[Work, array[int]]:
         """The rest of an answer as a request of its own: what was delivered is context now, and counts as output."""
@@ -295,17 +285,17 @@ class Dispatcher:
 
     async def _admit(
         self, work: Work, keys: array[int], excluded: Mapping[str, Absence], route: Route, deadline_s: float
-    ) -> _Sent:
+    ) -> Attempt:
         """Place a request, at once or when its turn comes. One that has been sent before does not wait again."""
         if excluded:
-            sent = self._place(work, keys, excluded, route, may_wait=False)
-            assert isinstance(sent, _Sent)
-            return sent
+            placed = self._place(work, keys, excluded, route, may_wait=False)
+            assert isinstance(placed, Attempt)
+            return placed
         queue = self.queue
         if not queue and queue.has_room:
-            sent = self._place(work, keys, excluded, route)
-            if isinstance(sent, _Sent):
-                return sent
+            placed = self._place(work, keys, excluded, route)
+            if isinstance(placed, Attempt):
+                return placed
         now = time.monotonic()
         waiter = Waiter(
             tenant=work.call.tenant,
@@ -316,8 +306,6 @@ class Dispatcher:
             expires_s=min(deadline_s, now + self._config.queue_timeout_s),
             deadline_s=deadline_s,
             place=partial(self._place, work, keys, excluded, route),
-            work_tokens_of=_work_tokens,
-            undo=_undo,
         )
         try:
             return await queue.wait(waiter)
@@ -333,21 +321,21 @@ class Dispatcher:
         excluded: Mapping[str, Absence],
         route: Route,
         may_wait: bool = True,
-    ) -> _Sent | Wanted:
+    ) -> Attempt | Wanted:
         """Decide and charge, in one go: nobody else decides between the two. Where the chosen is full, only decide."""
         started = time.perf_counter()
         now = time.monotonic()
-        caches, passed_over = self._eligible(work.call, excluded, now)
+        caches, passed_over = self._eligible.find(work.call, excluded, now)
         if not caches:
-            raise self._nobody(work.call)
+            raise self._eligible.nobody(work.call)
         decided = self._placement.decide(work.num_tokens, keys, self._block_size, caches, now, work.session)
         decision = decided.decision
         chosen = decision.chosen
         if may_wait and self._fleet.is_full(chosen.replica, work.call.sampling.n):
             return Wanted(chosen.replica, decided.work_tokens)
         ticket = self._placement.charge(decided, now, work.call.sampling.n)
-        member = self._fleet.ready[chosen.replica]
-        member.breaker.start()
+        member, load = self._fleet.ready[chosen.replica], self._fleet.loads.of(chosen.replica)
+        attempt = Attempt(work, excluded, member, load, ticket, decided.work_tokens, self.queue)
         route.replica = chosen.replica
         route.matched_tokens = chosen.matched_tokens
         route.record = self._record(work.request_id, work.num_tokens, keys, decision, passed_over, route.num_retries)
@@ -355,14 +343,7 @@ class Dispatcher:
         self._metrics.decision_seconds.observe(time.perf_counter() - started)
         self._metrics.matched_tokens.inc(chosen.matched_tokens)
         self._metrics.regret_tokens.inc(decision.regret_tokens)
-        return _Sent(member, ticket, decided.work_tokens)
-
-    def _nobody(self, call: worker_pb2.WorkerGenerateRequest) -> RouterError:
-        """Why no replica can take a request, though it was taken in."""
-        if self._fleet.ready and not self._holders(call):
-            return NotFoundError(f"lora: adapter {call.lora!r} is not loaded any more", param="lora")
-        why = self._fleet.why_not_ready() or "every ready replica that could answer this request has failed it"
-        return NoReplicaReadyError(f"{why}: retry soon", retry_after_s=_RETRY_AFTER_S)
+        return attempt
 
     def _record(
         self,
@@ -393,58 +374,18 @@ class Dispatcher:
         scheme = self._fleet.scheme
         return scheme.block_size if scheme is not None else 1
 
-    def _holders(self, call: worker_pb2.WorkerGenerateRequest) -> Caches:
-        """The ready replicas that can answer this request: those that have its adapter, or all."""
-        adapter = adapter_of(call)
-        return self._fleet.ready_caches if adapter is None else self._fleet.adapters.caches(adapter)
-
-    def _eligible(
-        self, call: worker_pb2.WorkerGenerateRequest, excluded: Mapping[str, Absence], now: float
-    ) -> tuple[Caches, Mapping[str, Absence]]:
-        """Those of them that have not failed this request; those behind an open breaker only when all are.
-
-        And the other ready ones, with the reason.
-        """
-        caches = self._holders(call)
-        self._troubled = {member for member in self._troubled if member.breaker.is_troubled and not member.has_left}
-        if excluded:
-            caches = {name: cache for name, cache in caches.items() if name not in excluded}
-        passed_over = dict(excluded)
-        if (adapter := adapter_of(call)) is not None:
-            holders = self._fleet.adapters.caches(adapter)
-            passed_over |= {
-                name: no_adapter(adapter)
-                for name in self._fleet.ready_caches
-                if name not in holders and name not in excluded
-            }
-        avoided = {member.replica.id for member in self._troubled if not member.breaker.allows(now)}
-        if avoided:
-            allowed = {name: cache for name, cache in caches.items() if name not in avoided}
-            if allowed:
-                passed_over |= {name: _FAILING for name in caches if name in avoided}
-                caches = allowed
-        return caches, passed_over
-
-    def _call(self, member: Member, work: Work, deadline_s: float) -> WorkerStream:
-        work.call.generation = member.replica.generation
-        return member.client.generate(work.call.SerializeToString(), max(0.001, deadline_s - time.monotonic()))
-
-    async def _finish(
-        self, stream: WorkerStream, ticket: Ticket, route: Route, keys: array[int], num_tokens: int
-    ) -> None:
-        """Take what the replica tells at the end: its real hits and the blocks the answer left there."""
-        trailing = await stream.trailing_metadata()
-        event_seq = int(trailing.get("wf-event-seq", 0))
-        output_keys = unpack_keys(trailing.get("wf-output-keys-bin", b""))
-        ticket.close(time.monotonic(), event_seq, output_keys)
-        if "wf-cached-tokens" in trailing:
-            route.cached_tokens = int(trailing["wf-cached-tokens"])
+    def _finished(self, work: Work, route: Route, keys: array[int], cached_tokens: int | None) -> None:
+        """The answer is whole: what the replica found is compared with what was predicted."""
+        route.cached_tokens = cached_tokens
+        if cached_tokens is not None:
             if route.record is not None:
-                route.record.cached_tokens = route.cached_tokens
-                num_cached = route.cached_tokens // self._block_size
-                if num_cached < min(len(keys), (num_tokens - 1) // self._block_size):
+                route.record.cached_tokens = cached_tokens
+                num_cached = cached_tokens // self._block_size
+                if num_cached < min(len(keys), (work.num_tokens - 1) // self._block_size):
                     route.record.missing_key = keys[num_cached]
-            self._metrics.prediction_error_tokens.observe(route.matched_tokens - route.cached_tokens)
+            self._metrics.prediction_error_tokens.observe(route.matched_tokens - cached_tokens)
+        if (scheme := self._fleet.scheme) is not None:
+            self._fleet.hot.served(work.call, keys, scheme.block_size, cached_tokens)
 
     async def _before_retry(
         self, work: Work, failure: WorkerError, route: Route, excluded: Mapping[str, Absence], deadline_s: float
@@ -456,44 +397,16 @@ class Dispatcher:
             if failure.status == "DEADLINE_EXCEEDED":
                 raise DeadlineError("the request's deadline passed before its first token")
             raise failure.as_router_error(who)
-        if route.num_retries >= _MAX_RETRIES or not self._holders(work.call).keys() - excluded:
+        if route.num_retries >= _MAX_RETRIES or not self._eligible.holders(work.call).keys() - excluded:
             if failure.status == "RESOURCE_EXHAUSTED":
-                raise OverloadedError(f"all queues are full: {failure.message}", retry_after_s=_RETRY_AFTER_S)
+                raise OverloadedError(f"all queues are full: {failure.message}", retry_after_s=RETRY_AFTER_S)
             raise failure.as_router_error(who)
         route.num_retries += 1
-        self._metrics.retries.labels(failure.status.lower()).inc()
+        reason = "hung" if isinstance(failure, HungError) else failure.status.lower()
+        self._metrics.retries.labels(reason).inc()
         await asyncio.sleep(self._rng.uniform(0, _RETRY_JITTER_S))
         if time.monotonic() >= deadline_s:
             raise DeadlineError("the request's deadline passed before its first token")
-
-
-async def _read(stream: WorkerStream, member: Member) -> bytes | None:
-    """The next message. A replica that leaves the fleet cancels its calls: that is its failure, not ours."""
-    try:
-        return await stream.read()
-    except asyncio.CancelledError:
-        task = asyncio.current_task()
-        if member.has_left and (task is None or not task.cancelling()):
-            raise WorkerError("UNAVAILABLE", "the replica left the fleet") from None
-        raise
-
-
-def _work_tokens(sent: _Sent) -> int:
-    return sent.work_tokens
-
-
-def _undo(sent: _Sent) -> None:
-    """Placed, and its client has left before it was sent."""
-    sent.member.breaker.abandoned()
-    sent.ticket.close(time.monotonic())
-
-
-def unpack_keys(data: str | bytes) -> array[int]:
-    """Index keys as a worker packs them: little-endian uint64."""
-    keys = array("Q", data if isinstance(data, bytes) else b"")
-    if sys.byteorder != "little":
-        keys.byteswap()
-    return keys
 
 
 def _is_whole(last_message: bytes) -> bool:

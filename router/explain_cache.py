@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import time
 
@@ -44,8 +43,4 @@ async def ask_cache(
         return await member.client.explain_cache(asked, _TIMEOUT_S)
     except WorkerError as error:
         log.debug("a replica does not explain its cache replica=%s error=%r", member.replica.id, error.message)
-        return None
-    except asyncio.CancelledError:
-        if not member.has_left:
-            raise
         return None

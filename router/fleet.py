@@ -8,6 +8,7 @@ import asyncio
 import logging
 import random
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from warmfront_pb.v1 import common_pb2
@@ -50,7 +51,6 @@ class Member:
     replica: Replica
     client: WorkerClient
     breaker: Breaker = field(default_factory=Breaker)
-    has_left: bool = False
     fault: str = ""  # what this router's own calls have met, until one succeeds
     heartbeat: int = 0  # of the last lease whose load was taken
 
@@ -67,6 +67,8 @@ class Fleet:
         self.bounds: dict[str, Bound] = {}  # of the same replicas: what each is given at most
         self.adapters = Adapters({})  # of the ready ones
         self.absent: dict[str, Absence] = {}  # the other members, and why they take none
+        self.hung: dict[str, Absence] = {}  # those whose leases say that their engines stand still
+        self.on_hung: Callable[[], None] = lambda: None  # called at each look that finds any
         self.index = PrefixIndex()
         self.loads = LoadBook()
         self._gate = Gate(config.min_ready_replicas)
@@ -187,9 +189,7 @@ class Fleet:
                 self._add(replica)
             for member in self.members.values():
                 lease = member.replica.lease
-                if member.client.address != lease.address:
-                    await member.client.close()
-                    member.client = self._client(lease)
+                member.client.move(lease.address)
                 if member.replica.fault:
                     self.mirror.forget(lease.replica)
                     continue
@@ -206,6 +206,9 @@ class Fleet:
         self.absent = {
             name: _absence(member.replica) for name, member in self.members.items() if name not in self.ready
         }
+        self.hung = {name: _hung(member) for name, member in self.members.items() if member.replica.lease.load.hung_s}
+        if self.hung:
+            self.on_hung()
         for replica_id in self.members:
             self.loads.confirm(replica_id, self.mirror.applied_seq(replica_id), now)
         self.loads.prune(self.members, now)
@@ -269,7 +272,6 @@ class Fleet:
         log.info("replica left replica=%s generation=%s", replica.id, replica.generation)
         self.mirror.forget(replica.id)
         self.loads.forget(replica.id)
-        member.has_left = True
         self._set_ready({name: one for name, one in self.ready.items() if one is not member})
         await member.client.close()
 
@@ -290,10 +292,6 @@ class Fleet:
             try:
                 model = await member.client.get_model(_GET_MODEL_TIMEOUT_S)
                 self._profile = await asyncio.to_thread(ModelProfile, model)
-            except asyncio.CancelledError:
-                if not member.has_left:
-                    raise
-                continue  # its channel was closed under the call: ask the next one
             except WorkerError as error:
                 self.note(member, REFUSES_ROUTER if error.is_refusal else f"cannot tell its model ({error.reason})")
                 continue
@@ -331,6 +329,7 @@ class Fleet:
         metrics.index_parentless_blocks.set(self.index.num_parentless())
         metrics.index_partial_replicas.set(sum(not self.index.is_complete(name) for name in self.members))
         metrics.replicas_ready.set(len(self.ready))
+        metrics.replicas_hung.set(len(self.hung))
         signal = signal_of([member.replica.lease for member in self.ready.values()])
         metrics.waiting_seconds.set(signal.waiting_s)
         metrics.work.set(signal.work)
@@ -371,6 +370,12 @@ def _absence(replica: Replica) -> Absence:
     if replica.fault:
         return Absence(state, "contract", replica.fault)
     return Absence(state, state.lower(), replica.lease.fault)
+
+
+def _hung(member: Member) -> Absence:
+    lease = member.replica.lease
+    detail = f"one step of its engine has run for {lease.load.hung_s:.0f} s"
+    return Absence(common_pb2.ReplicaState.Name(lease.state), "hung", detail)
 
 
 def _report_end(task: "asyncio.Task[None]") -> None:

@@ -104,9 +104,5 @@ async def _outcome(
         answer = admin_pb2.ReplicaLora(
             outcome=_OUTCOMES.get(error.status, "failed"), detail=f"{error.status}: {error.message}"
         )
-    except asyncio.CancelledError:
-        if not member.has_left:
-            raise
-        answer = admin_pb2.ReplicaLora(outcome="unreachable", detail="it left the fleet")
     answer.replica = member.replica.id
     return answer

@@ -79,6 +79,7 @@ class RouterMetrics:
         self.tokenizer_cache_hits = counter("tokenizer_cache_hits", "Prompt tokens that were not encoded again.")
         self.redis_up = gauge("redis_up", "Whether Redis answered the last look at the leases.")
         self.replicas_ready = gauge("replicas_ready", "Replicas that take user traffic.")
+        self.replicas_hung = gauge("replicas_hung", "Replicas whose engines stand still in one step.")
         self.waiting_seconds = gauge(
             "waiting_seconds", "Prefill that waits in the fleet, in seconds of one replica's work."
         )

@@ -2,10 +2,11 @@
 
 import asyncio
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import grpc
 import grpc.aio
+from google.protobuf.message import Message
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from warmfront_pb.v1 import common_pb2, worker_pb2
 
@@ -25,7 +26,8 @@ _OPTIONS: Sequence[tuple[str, Any]] = (
     ("grpc.initial_reconnect_backoff_ms", 100),
     ("grpc.max_reconnect_backoff_ms", 2_000),
 )
-_OLD_CHANNEL_S = 3600.0  # for the calls that run when certificates change; longer than any request
+_OLD_CHANNEL_S = 3600.0  # for the calls that run when certificates or address change; longer than any request
+_Reply = TypeVar("_Reply", bound=Message)
 
 # The answers of a worker that say nothing against it: another replica would answer the same.
 CLIENT_STATUSES = frozenset({"INVALID_ARGUMENT", "NOT_FOUND", "UNIMPLEMENTED", "OUT_OF_RANGE", "DEADLINE_EXCEEDED"})
@@ -52,9 +54,14 @@ class WorkerError(Exception):
         self.message = message
 
     @property
-    def is_transport(self) -> bool:
-        """Whether it speaks against the replica itself: counted by its breaker."""
-        return self.status in ("UNAVAILABLE", "INTERNAL", "UNKNOWN", "DATA_LOSS", "UNAUTHENTICATED")
+    def is_broken(self) -> bool:
+        """Whether the replica cannot be used: its breaker opens at once."""
+        return self.status in ("UNAVAILABLE", "UNAUTHENTICATED")
+
+    @property
+    def is_error(self) -> bool:
+        """Whether the replica itself failed, or this request made it fail: its breaker opens after several."""
+        return self.status in ("INTERNAL", "UNKNOWN", "DATA_LOSS")
 
     @property
     def is_refusal(self) -> bool:
@@ -79,13 +86,27 @@ class WorkerError(Exception):
         return error_of_status(self.status, self.message)
 
 
+class HungError(WorkerError):
+    """The replica's engine stands still, by its own word: the call was given up for another replica."""
+
+    def __init__(self, detail: str) -> None:
+        super().__init__("UNAVAILABLE", detail)
+
+    @property
+    def is_broken(self) -> bool:
+        """Its lease tells when it goes on: nobody has to try."""
+        return False
+
+
 class WorkerStream:
     """One Generate call: read messages until None, then the trailing metadata says how it went."""
 
-    __slots__ = ("_call",)
+    __slots__ = ("_call", "_client", "_given_up")
 
-    def __init__(self, call: "grpc.aio.UnaryStreamCall[bytes, bytes]") -> None:
+    def __init__(self, call: "grpc.aio.UnaryStreamCall[bytes, bytes]", client: "WorkerClient") -> None:
         self._call = call
+        self._client = client
+        self._given_up: WorkerError | None = None
 
     async def read(self) -> bytes | None:
         """The next message, None after the last. Raises ``WorkerError``."""
@@ -93,6 +114,11 @@ class WorkerStream:
             message: Any = await self._call.read()
         except grpc.aio.AioRpcError as error:
             raise _worker_error(error) from None
+        except asyncio.CancelledError:
+            failure = self._given_up or self._client.failure
+            if failure is None or _is_cancelled():
+                raise
+            raise failure from None
         if message is grpc.aio.EOF:
             code = await self._call.code()
             if code is not grpc.StatusCode.OK:
@@ -104,6 +130,11 @@ class WorkerStream:
     async def trailing_metadata(self) -> dict[str, str | bytes]:
         """After the last message."""
         return {str(key): value for key, value in await self._call.trailing_metadata() or ()}
+
+    def give_up(self, failure: WorkerError) -> None:
+        """End it now; whoever reads gets ``failure``."""
+        self._given_up = failure
+        self._call.cancel()
 
     def cancel(self) -> None:
         """End it now, at the worker too. Harmless when it has ended."""
@@ -128,17 +159,91 @@ class WorkerClient:
 
     def __init__(self, address: str, token: str, tls: WorkerTls | None = None) -> None:
         self.address = address
+        self.is_closed = False
         self._metadata = (("authorization", f"Bearer {token}"),)
         self._tls = tls
         self._identity = tls.certificates.current() if tls is not None else None
-        self._old: dict[asyncio.Task[None], grpc.aio.Channel] = {}  # with former certificates: calls still run there
+        self._old: dict[asyncio.Task[None], grpc.aio.Channel] = {}  # given up, but for the calls that still run there
         self._open()
+
+    @property
+    def failure(self) -> WorkerError | None:
+        """How calls end once the client is closed."""
+        return WorkerError("UNAVAILABLE", "the replica left the fleet") if self.is_closed else None
 
     def renew(self, identity: Identity) -> None:
         """Use these certificates, if they are new, from the next call on; calls that run end on the old channel."""
-        if identity is self._identity:
-            return
-        self._identity = identity
+        if identity is not self._identity:
+            self._identity = identity
+            self._reopen()
+
+    def move(self, address: str) -> None:
+        """The replica has another address from the next call on; calls that run end at the old one."""
+        if address != self.address:
+            self.address = address
+            self._reopen()
+
+    def generate(self, request: bytes, timeout_s: float | None) -> WorkerStream:
+        """Start a Generate call with a serialised WorkerGenerateRequest. Raises ``WorkerError`` once it is closed."""
+        if (failure := self.failure) is not None:
+            raise failure
+        return WorkerStream(self._generate(request, timeout=timeout_s, metadata=self._metadata), self)
+
+    async def get_model(self, timeout_s: float) -> worker_pb2.GetModelResponse:
+        """The model's tokenizer, template and limits. Raises ``WorkerError``."""
+        return await self._ask("GetModel", worker_pb2.GetModelRequest(), worker_pb2.GetModelResponse, timeout_s)
+
+    async def drain(self, deadline_ms: int, timeout_s: float) -> int:
+        """Tell the replica to drain; how many requests it is still answering. Raises ``WorkerError``."""
+        request = worker_pb2.DrainWorkerRequest(deadline_ms=deadline_ms)
+        return (await self._ask("Drain", request, worker_pb2.DrainWorkerResponse, timeout_s)).running
+
+    async def reset_cache(self, timeout_s: float) -> int:
+        """Let the replica forget its cached blocks; how many. Raises ``WorkerError``: FAILED_PRECONDITION when busy."""
+        request = worker_pb2.ResetWorkerCacheRequest()
+        return (await self._ask("ResetCache", request, worker_pb2.ResetWorkerCacheResponse, timeout_s)).blocks
+
+    async def explain_cache(
+        self, request: worker_pb2.ExplainCacheRequest, timeout_s: float
+    ) -> common_pb2.CacheExplanation:
+        """Why the replica's cache has what it has of a prompt. Raises ``WorkerError``."""
+        return await self._ask("ExplainCache", request, common_pb2.CacheExplanation, timeout_s)
+
+    async def load_lora(self, name: str, path: str, timeout_s: float) -> worker_pb2.LoadWorkerLoraResponse:
+        """Let the replica load an adapter from its disk. Raises ``WorkerError``."""
+        request = worker_pb2.LoadWorkerLoraRequest(name=name, path=path)
+        return await self._ask("LoadLora", request, worker_pb2.LoadWorkerLoraResponse, timeout_s)
+
+    async def unload_lora(self, name: str, timeout_s: float) -> worker_pb2.UnloadWorkerLoraResponse:
+        """Let the replica give an adapter up. Raises ``WorkerError``: NOT_FOUND where it has none of that name."""
+        request = worker_pb2.UnloadWorkerLoraRequest(name=name)
+        return await self._ask("UnloadLora", request, worker_pb2.UnloadWorkerLoraResponse, timeout_s)
+
+    async def close(self) -> None:
+        """Close every channel; calls that are still running, and later ones, fail as UNAVAILABLE."""
+        self.is_closed = True
+        for channel in (*self._old.values(), self._channel):
+            await channel.close()
+
+    async def _ask(self, name: str, request: Message, reply: type[_Reply], timeout_s: float) -> _Reply:
+        if (failure := self.failure) is not None:
+            raise failure
+        call: Any = self._channel.unary_unary(
+            f"{_SERVICE}/{name}",
+            request_serializer=type(request).SerializeToString,
+            response_deserializer=reply.FromString,
+        )
+        try:
+            answer: _Reply = await call(request, timeout=timeout_s, metadata=self._metadata)
+        except grpc.aio.AioRpcError as error:
+            raise _worker_error(error) from None
+        except asyncio.CancelledError:
+            if (failure := self.failure) is None or _is_cancelled():
+                raise
+            raise failure from None
+        return answer
+
+    def _reopen(self) -> None:
         closing = asyncio.create_task(self._channel.close(_OLD_CHANNEL_S))
         self._old[closing] = self._channel
         closing.add_done_callback(self._old.pop)
@@ -150,110 +255,6 @@ class WorkerClient:
         else:
             self._channel = grpc.aio.insecure_channel(self.address, options=_OPTIONS)
         self._generate: Any = self._channel.unary_stream(f"{_SERVICE}/Generate")
-        self._get_model = self._channel.unary_unary(
-            f"{_SERVICE}/GetModel",
-            request_serializer=worker_pb2.GetModelRequest.SerializeToString,
-            response_deserializer=worker_pb2.GetModelResponse.FromString,
-        )
-        self._drain = self._channel.unary_unary(
-            f"{_SERVICE}/Drain",
-            request_serializer=worker_pb2.DrainWorkerRequest.SerializeToString,
-            response_deserializer=worker_pb2.DrainWorkerResponse.FromString,
-        )
-        self._reset_cache = self._channel.unary_unary(
-            f"{_SERVICE}/ResetCache",
-            request_serializer=worker_pb2.ResetWorkerCacheRequest.SerializeToString,
-            response_deserializer=worker_pb2.ResetWorkerCacheResponse.FromString,
-        )
-        self._explain_cache = self._channel.unary_unary(
-            f"{_SERVICE}/ExplainCache",
-            request_serializer=worker_pb2.ExplainCacheRequest.SerializeToString,
-            response_deserializer=common_pb2.CacheExplanation.FromString,
-        )
-
-        self._load_lora = self._channel.unary_unary(
-            f"{_SERVICE}/LoadLora",
-            request_serializer=worker_pb2.LoadWorkerLoraRequest.SerializeToString,
-            response_deserializer=worker_pb2.LoadWorkerLoraResponse.FromString,
-        )
-        self._unload_lora = self._channel.unary_unary(
-            f"{_SERVICE}/UnloadLora",
-            request_serializer=worker_pb2.UnloadWorkerLoraRequest.SerializeToString,
-            response_deserializer=worker_pb2.UnloadWorkerLoraResponse.FromString,
-        )
-
-    def generate(self, request: bytes, timeout_s: float | None) -> WorkerStream:
-        """Start a Generate call with a serialised WorkerGenerateRequest."""
-        return WorkerStream(self._generate(request, timeout=timeout_s, metadata=self._metadata))
-
-    async def get_model(self, timeout_s: float) -> worker_pb2.GetModelResponse:
-        """The model's tokenizer, template and limits. Raises ``WorkerError``."""
-        try:
-            reply: worker_pb2.GetModelResponse = await self._get_model(
-                worker_pb2.GetModelRequest(), timeout=timeout_s, metadata=self._metadata
-            )
-        except grpc.aio.AioRpcError as error:
-            raise _worker_error(error) from None
-        return reply
-
-    async def drain(self, deadline_ms: int, timeout_s: float) -> int:
-        """Tell the replica to drain; how many requests it is still answering. Raises ``WorkerError``."""
-        try:
-            reply: worker_pb2.DrainWorkerResponse = await self._drain(
-                worker_pb2.DrainWorkerRequest(deadline_ms=deadline_ms), timeout=timeout_s, metadata=self._metadata
-            )
-        except grpc.aio.AioRpcError as error:
-            raise _worker_error(error) from None
-        return reply.running
-
-    async def reset_cache(self, timeout_s: float) -> int:
-        """Let the replica forget its cached blocks; how many. Raises ``WorkerError``: FAILED_PRECONDITION when busy."""
-        try:
-            reply: worker_pb2.ResetWorkerCacheResponse = await self._reset_cache(
-                worker_pb2.ResetWorkerCacheRequest(), timeout=timeout_s, metadata=self._metadata
-            )
-        except grpc.aio.AioRpcError as error:
-            raise _worker_error(error) from None
-        return reply.blocks
-
-    async def explain_cache(
-        self, request: worker_pb2.ExplainCacheRequest, timeout_s: float
-    ) -> common_pb2.CacheExplanation:
-        """Why the replica's cache has what it has of a prompt. Raises ``WorkerError``."""
-        try:
-            reply: common_pb2.CacheExplanation = await self._explain_cache(
-                request, timeout=timeout_s, metadata=self._metadata
-            )
-        except grpc.aio.AioRpcError as error:
-            raise _worker_error(error) from None
-        return reply
-
-    async def load_lora(self, name: str, path: str, timeout_s: float) -> worker_pb2.LoadWorkerLoraResponse:
-        """Let the replica load an adapter from its disk. Raises ``WorkerError``."""
-        request = worker_pb2.LoadWorkerLoraRequest(name=name, path=path)
-        try:
-            reply: worker_pb2.LoadWorkerLoraResponse = await self._load_lora(
-                request, timeout=timeout_s, metadata=self._metadata
-            )
-        except grpc.aio.AioRpcError as error:
-            raise _worker_error(error) from None
-        return reply
-
-    async def unload_lora(self, name: str, timeout_s: float) -> worker_pb2.UnloadWorkerLoraResponse:
-        """Let the replica give an adapter up. Raises ``WorkerError``: NOT_FOUND where it has none of that name."""
-        request = worker_pb2.UnloadWorkerLoraRequest(name=name)
-        try:
-            reply: worker_pb2.UnloadWorkerLoraResponse = await self._unload_lora(
-                request, timeout=timeout_s, metadata=self._metadata
-            )
-        except grpc.aio.AioRpcError as error:
-            raise _worker_error(error) from None
-        return reply
-
-    async def close(self) -> None:
-        """Close every channel; calls that are still running are cancelled."""
-        for channel in (*self._old.values(), self._channel):
-            await channel.close()
 
 
 def is_serving(address: str, timeout_s: float) -> bool:
@@ -269,3 +270,9 @@ def is_serving(address: str, timeout_s: float) -> bool:
 
 def _worker_error(error: grpc.aio.AioRpcError) -> WorkerError:
     return WorkerError(error.code().name, error.details() or error.code().name)
+
+
+def _is_cancelled() -> bool:
+    """Whether it is the running task that is cancelled, and not only the call that it waits for."""
+    task = asyncio.current_task()
+    return task is not None and task.cancelling() > 0

@@ -251,6 +251,19 @@ async def test_a_router_at_its_own_bound_queues_though_replicas_have_room(cluste
     await until(lambda: (router.dispatcher.queue.num_in_flight, router.dispatcher.queue.tokens_in_flight) == (0, 0))
 
 
+async def test_one_release_lets_one_request_go_and_the_router_s_bound_holds_at_every_moment(cluster: Cluster) -> None:
+    worker = await cluster.add_worker("w0", decode_s=0.01)
+    router = await cluster.add_router(max_inflight_requests=2)
+    gate = await close_gate(worker)
+    crowd = Crowd(cluster)
+    for number in range(20):
+        await crowd.send(f"a{number}")
+    gate.set()
+    assert {response.status_code for response in await crowd.end()} == {200}
+    assert worker.most_running == 2
+    assert (router.dispatcher.queue.num_in_flight, router.dispatcher.queue.tokens_in_flight) == (0, 0)
+
+
 async def test_two_routers_keep_one_replica_s_bound_together(cluster: Cluster) -> None:
     worker = await cluster.add_worker("w0")
     for _ in range(2):

@@ -185,7 +185,10 @@ async def test_a_failed_a_full_and_a_draining_replica_are_named_as_such(cluster:
     router = cluster.router
     cluster.workers["w2"].state = common_pb2.DRAINING
     await until(lambda: "w2" not in router.fleet.ready)
-    for status, reason in ((grpc.StatusCode.RESOURCE_EXHAUSTED, "overloaded"), (grpc.StatusCode.INTERNAL, "excluded")):
+    for status, reason in (
+        (grpc.StatusCode.RESOURCE_EXHAUSTED, "overloaded"),
+        (grpc.StatusCode.UNAVAILABLE, "excluded"),
+    ):
         prompt = {**PROMPT, "prompt": f"{reason} " * 20}
         home = (await cluster.http.post("/v1/completions", json=prompt)).headers["x-warmfront-replica"]
         await until(cluster.index_is_true)
