@@ -240,7 +240,8 @@ class Reporter:
     async def _beat(self) -> None:
         """Write the lease, renew what goes with it, and notice what is missing."""
         self._num_beats += 1
-        contract, has_contract, has_stream, has_snapshot, is_wanted = (await self._change_lease(self._write))[-5:]
+        answers = await self._change_lease(self._write)
+        contract, has_contract, has_stream, has_snapshot, is_wanted, stream_type = answers[-6:]
         async with self._beaten:
             self._num_written = self._num_beats
             self._beaten.notify_all()
@@ -253,13 +254,17 @@ class Reporter:
         if self._has_stream and not has_stream:
             self._has_stream = False
             self._needs_snapshot = True
+        if stream_type not in (b"stream", b"none"):
+            await self._repair()  # with no event to write, this replica would not meet it, but a new router would
+            self._needs_snapshot = True
         if not has_snapshot or is_wanted:
             self._needs_snapshot = True
 
     async def _change_lease(self, change: Callable[[Pipeline, int], None]) -> list[Any]:
         """Apply ``change`` unless a newer boot holds this id (``FencedError``); Redis' answers.
 
-        The last five: the contract; whether it, stream and snapshot were there; whether a snapshot was wanted.
+        The last six: the contract; whether it, stream and snapshot were there; whether a snapshot was wanted; the
+        stream's type.
         """
         while True:
             async with self._redis.pipeline(transaction=True) as pipe:
@@ -280,6 +285,7 @@ class Reporter:
                 for key in (self._contract_key, self._stream_key, self._snapshot_key):
                     pipe.pexpire(key, _KEPT_LEASES * self._lease_ms)
                 pipe.delete(self._wanted_key)
+                pipe.type(self._stream_key)
                 try:
                     answers: list[Any] = await pipe.execute()
                     return answers

@@ -117,7 +117,11 @@ PROMPTS = [f"{letter} is for everything that begins so. " * 4 for letter in "abc
 
 async def settled(workers: list[Worker], router: Router, seed: int, done: list[str]) -> None:
     end = time.monotonic() + GUARD_S
-    while (wrong := differences(workers, router)) or len(router.fleet.ready) < len(workers):
+    while (
+        (wrong := differences(workers, router))
+        or router.fleet.why_not_ready()
+        or len(router.fleet.ready) < len(workers)
+    ):
         assert time.monotonic() < end, (seed, done, wrong, router.fleet.why_not_ready())
         await asyncio.sleep(0.02)
 
@@ -154,9 +158,7 @@ async def test_whatever_is_written_under_our_keys_requests_are_answered_and_the_
         # A router that starts now finds all it needs, and so does a worker.
         late = Router(RouterConfig(redis_url=store, fleet=fleet, http_port=0, grpc_port=0, heartbeat_s=0.1))
         await late.start()
-        async with asyncio.timeout(GUARD_S):
-            while late.fleet.why_not_ready() or differences(workers, late):
-                await asyncio.sleep(0.02)
+        await settled(workers, late, seed, done)
         await late.stop()
         async with worker_of(store, "w2", **settings) as third:
             await settled([*workers, third], router, seed, done)
