@@ -226,13 +226,60 @@ def test_a_new_head_finds_the_router_where_it_runs(release: Release) -> None:
     assert release.router_pids() == before
 
 
-def test_changed_flags_are_rolled_out_without_a_new_pod(release: Release) -> None:
+def roll_routers(release: Release, **settings: str) -> None:
     before = release.router_pids()
     words = release.kubelet.command("head-0", release.spec("head"), 1)[0]
     file = Path(words[words.index("--desired") + 1])
-    text = file.read_text(encoding="utf-8")
-    file.write_text(text.replace("settings:\n", "settings:\n    policy: longest_prefix\n", 1), encoding="utf-8")
+    wanted = yaml.safe_load(file.read_text(encoding="utf-8"))
+    wanted["routers"]["settings"] |= settings
+    file.write_text(yaml.safe_dump(wanted), encoding="utf-8")
     release.until(lambda: before.isdisjoint(release.router_pids()) and release.is_ready(), "another router is ready")
+
+
+@contextlib.contextmanager
+def users_of_the_service(release: Release) -> Iterator[dict[str, list[str]]]:
+    """Who ask, each time over a new connection, while the readiness probe has the pod among a Service's endpoints."""
+    asked = release.spec("router")["containers"][0]["readinessProbe"]
+    outcomes: dict[str, list[str]] = {"answered": [], "failed": []}
+    is_endpoint, is_over = threading.Event(), threading.Event()
+
+    def kubelet() -> None:
+        failures = 0
+        while not is_over.wait(asked["periodSeconds"]):
+            failures = 0 if release.is_ready() else failures + 1
+            if not failures:
+                is_endpoint.set()
+            elif failures >= asked["failureThreshold"]:
+                is_endpoint.clear()
+
+    def user(number: int) -> None:
+        while not is_over.wait(0.05):
+            try:
+                if is_endpoint.is_set():
+                    release.complete(prompt=f"user {number} has a question", max_tokens=2)
+                    outcomes["answered"].append("")
+            except httpx.HTTPError as error:
+                outcomes["failed"].append(repr(error))
+
+    threads = [threading.Thread(target=kubelet), *(threading.Thread(target=user, args=(n,)) for n in range(3))]
+    for thread in threads:
+        thread.start()
+    try:
+        yield outcomes
+    finally:
+        is_over.set()
+        for thread in threads:
+            thread.join()
+
+
+def test_changed_flags_are_rolled_out_without_a_new_pod_or_a_refused_connection(release: Release) -> None:
+    roll_routers(release, **{"drain-notice": "10s"})  # longer than the probe needs to see it, on a busy machine too
+    with users_of_the_service(release) as outcomes:
+        wait_until(lambda: len(outcomes["answered"]) >= 5, guard_s=GUARD_S, what="the first answers")
+        roll_routers(release, policy="longest_prefix")
+        count = len(outcomes["answered"])
+        wait_until(lambda: len(outcomes["answered"]) > count + 5, guard_s=GUARD_S, what="answers by the new one")
+    assert outcomes["failed"] == []
 
 
 def test_a_node_that_is_shut_down_lets_its_router_s_answers_end(release: Release) -> None:
