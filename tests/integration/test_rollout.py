@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -49,6 +50,24 @@ def warmfront(*arguments: str) -> str:
     )
     assert done.returncode == 0, done.stderr
     return done.stdout
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_while_all_workers_are_replaced_no_request_fails_and_hits_do_not_fall() -> None:
+    """The bench's short run. Its times are for a machine of one's own, so they are no matter here."""
+    done = subprocess.run(
+        [sys.executable, "-P", str(ROOT / "bench" / "rollout.py"), "--quick", "--only", "with"],
+        env={**os.environ, "PYTHONPATH": f"{ROOT}:{ROOT / 'proto'}"},
+        capture_output=True,
+        text=True,
+        timeout=800,
+    )
+    assert done.stdout, done.stderr
+    figures = json.loads(done.stdout.splitlines()[0])
+    print(done.stdout, done.stderr)
+    assert (figures["failed_requests"], figures["cut_streams"], figures["errors"]) == (0, 0, [])
+    assert figures["hit_ratio_worst_window"] >= 0.9
 
 
 @pytest.mark.slow

