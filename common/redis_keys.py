@@ -1,4 +1,7 @@
-"""Keys of ours that hold another type: somebody else wrote there, and our commands fail until they are gone."""
+"""The names of our keys in Redis, and what to do where one holds another type.
+
+Then somebody else wrote there, and our commands fail until it is gone.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +9,42 @@ from collections.abc import Mapping
 from typing import Any
 
 from redis.exceptions import RedisError, ResponseError
+
+
+class FleetKeys:
+    """The names of a fleet's keys. The braces put them all into one slot of a Redis cluster."""
+
+    def __init__(self, fleet: str) -> None:
+        self._prefix = f"wf:{{{fleet}}}:"
+        self.contract = f"{self._prefix}contract"
+        self.replicas = f"{self._prefix}replicas"
+        self.hot = f"{self._prefix}hot"
+        self.routers = f"{self._prefix}routers"
+        self.dispatch = f"{self._prefix}dispatch"
+
+    def hot_of(self, router: str) -> str:
+        """The hottest prefixes that one boot of a router has served."""
+        return f"{self.hot}:{router}"
+
+    def load(self, router: str) -> str:
+        """What this router has in flight; its lease."""
+        return f"{self._prefix}load:{router}"
+
+    def replica(self, replica: str) -> str:
+        """Its lease."""
+        return f"{self._prefix}replica:{replica}"
+
+    def events(self, replica: str, generation: str) -> str:
+        """Its stream of event batches."""
+        return f"{self._prefix}events:{replica}:{generation}"
+
+    def snapshot(self, replica: str, generation: str) -> str:
+        """Its resident blocks, with the sequence number they stand at."""
+        return f"{self._prefix}snapshot:{replica}:{generation}"
+
+    def wanted(self, replica: str, generation: str) -> str:
+        """Set by a router that needs a newer snapshot; the replica's next heartbeat takes it away and writes one."""
+        return f"{self._prefix}wanted:{replica}:{generation}"
 
 
 def is_wrong_type(error: BaseException) -> bool:

@@ -5,10 +5,10 @@ from typing import Any
 
 from warmfront_pb.v1 import admin_pb2, common_pb2
 
+from common.protocol import PROTOCOL_VERSION
 from router.dispatch import Dispatcher
 from router.errors import InvalidRequestError, NoReplicaReadyError, NotFoundError
 from router.fleet import Fleet, Member
-from router.registry import PROTOCOL_VERSION
 from router.worker_client import WorkerError
 
 _DRAIN_TIMEOUT_S = 5.0

@@ -16,6 +16,7 @@ from warmfront_pb.v1 import common_pb2
 from cache.block_hash import HashScheme
 from cache.prefix_index import PrefixIndex
 from common.redis_client import connect_redis
+from common.redis_keys import FleetKeys
 from common.worker_token import tokens_of
 from router.autoscale import signal_of
 from router.breaker import Breaker
@@ -30,7 +31,7 @@ from router.index_mirror import IndexMirror
 from router.load import LoadBook
 from router.lora import Adapters
 from router.metrics import RouterMetrics
-from router.registry import FleetKeys, Membership, Registry, Replica
+from router.registry import Membership, Registry, Replica
 from router.shared_load import SharedLoad
 from router.tokenizer import ModelProfile
 from router.worker_client import REFUSES_ROUTER, WorkerClient, WorkerError, WorkerTls

@@ -22,11 +22,10 @@ from warmfront_pb.v1 import common_pb2, worker_pb2
 from cache.adapter import Adapter
 from cache.hot import MAX_PREFIXES, MAX_TOKENS, HotPrefix, HotTable, by_value, encode_hot
 from cache.prefix_index import PrefixIndex
-from common.redis_keys import is_wrong_type, remove_wrong_types
+from common.redis_keys import FleetKeys, is_wrong_type, remove_wrong_types
 from router.config import RouterConfig
 from router.lora import adapter_of
 from router.metrics import RouterMetrics
-from router.registry import FleetKeys
 
 log = logging.getLogger(__name__)
 

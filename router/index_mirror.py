@@ -24,9 +24,8 @@ from warmfront_pb.v1 import common_pb2
 
 from cache.events import EventDecodeError, Malformed, Snapshot, Tier, decode_batch, decode_snapshot
 from cache.prefix_index import Outcome, PrefixIndex
-from common.redis_keys import is_wrong_type, wrong_types
+from common.redis_keys import FleetKeys, is_wrong_type, wrong_types
 from router.metrics import REFUSED, RouterMetrics
-from router.registry import FleetKeys
 
 log = logging.getLogger(__name__)
 

@@ -17,12 +17,12 @@ from google.protobuf.message import DecodeError, Message
 from redis.exceptions import RedisError
 from warmfront_pb.v1 import common_pb2
 
+from common.protocol import PROTOCOL_VERSION
 from common.redis_client import connect_redis
-from common.redis_keys import is_wrong_type
+from common.redis_keys import FleetKeys, is_wrong_type
 
 log = logging.getLogger(__name__)
 
-PROTOCOL_VERSION = 2
 SUPPORTED_PROTOCOLS = (PROTOCOL_VERSION, PROTOCOL_VERSION - 1)  # ours and the one before: a rolling update mixes them
 
 READY = common_pb2.READY
@@ -30,42 +30,6 @@ _COMPARED_FIELDS = [field.name for field in common_pb2.Contract.DESCRIPTOR.field
 _READ_TIMEOUT_S = 2.0
 _MAX_LOST = 256
 _M = TypeVar("_M", bound=Message)
-
-
-class FleetKeys:
-    """The names of a fleet's keys. The braces put them all into one slot of a Redis cluster."""
-
-    def __init__(self, fleet: str) -> None:
-        self._prefix = f"wf:{{{fleet}}}:"
-        self.contract = f"{self._prefix}contract"
-        self.replicas = f"{self._prefix}replicas"
-        self.hot = f"{self._prefix}hot"
-        self.routers = f"{self._prefix}routers"
-        self.dispatch = f"{self._prefix}dispatch"
-
-    def hot_of(self, router: str) -> str:
-        """The hottest prefixes that one boot of a router has served."""
-        return f"{self.hot}:{router}"
-
-    def load(self, router: str) -> str:
-        """What this router has in flight; its lease."""
-        return f"{self._prefix}load:{router}"
-
-    def replica(self, replica: str) -> str:
-        """Its lease."""
-        return f"{self._prefix}replica:{replica}"
-
-    def events(self, replica: str, generation: str) -> str:
-        """Its stream of event batches."""
-        return f"{self._prefix}events:{replica}:{generation}"
-
-    def snapshot(self, replica: str, generation: str) -> str:
-        """Its resident blocks, with the sequence number they stand at."""
-        return f"{self._prefix}snapshot:{replica}:{generation}"
-
-    def wanted(self, replica: str, generation: str) -> str:
-        """Set by a router that needs a newer snapshot; the replica's next heartbeat takes it away and writes one."""
-        return f"{self._prefix}wanted:{replica}:{generation}"
 
 
 @dataclass(slots=True)

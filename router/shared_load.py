@@ -18,11 +18,10 @@ from google.protobuf.message import DecodeError
 from redis.exceptions import RedisError, ResponseError
 from warmfront_pb.v1 import router_pb2
 
-from common.redis_keys import is_wrong_type, remove_wrong_types
+from common.redis_keys import FleetKeys, is_wrong_type, remove_wrong_types
 from router.config import RouterConfig
 from router.load import Journal, LoadBook
 from router.peer_loads import PeerLoads, batch_of, totals_of
-from router.registry import FleetKeys
 
 log = logging.getLogger(__name__)
 

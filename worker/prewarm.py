@@ -24,6 +24,7 @@ from warmfront_pb.v1 import common_pb2
 from cache.adapter import Adapter
 from cache.hot import HotDecodeError, HotPrefix, HotSet, Ranked, by_value, decode_hot, merged, saved_tokens
 from common.redis_client import connect_redis
+from common.redis_keys import FleetKeys
 from worker.adapters import Adapters, UnknownAdapterError
 from worker.batch import SamplingParams
 from worker.engine import Ending, Engine, Piece, Request
@@ -169,10 +170,10 @@ class RedisSource:
         also_fleet: str | None = None,
         own_replica: str = "",
     ) -> None:
-        self._clients: dict[str, Any] = {  # by prefix: two fleets may lie on two nodes of a cluster
-            f"wf:{{{name}}}:": connect_redis(url, fleet=name, timeout_s=_REDIS_TIMEOUT_S, password_file=password_file)
+        self._fleets: list[tuple[FleetKeys, Any]] = [  # a client each: two fleets may lie on two nodes of a cluster
+            (FleetKeys(name), connect_redis(url, fleet=name, timeout_s=_REDIS_TIMEOUT_S, password_file=password_file))
             for name in dict.fromkeys((fleet, also_fleet or fleet))
-        }
+        ]
         self._own_replica = own_replica
         self._has_told = False
 
@@ -181,12 +182,12 @@ class RedisSource:
         answers = await self._ask_each(self._sets_of)
         return [one for found, _ in answers for one in found], max(now_ms for _, now_ms in answers)
 
-    async def _sets_of(self, prefix: str, redis: Any) -> tuple[list[HotSet], int]:
-        key, found = f"{prefix}hot", []
+    async def _sets_of(self, keys: FleetKeys, redis: Any) -> tuple[list[HotSet], int]:
+        found = []
         seconds, microseconds = await redis.time()
-        for router in await redis.zrange(key, 0, -1):
+        for router in await redis.zrange(keys.hot, 0, -1):
             name = router.decode(errors="replace")  # others may write what is no UTF-8
-            data = await redis.get(f"{key}:{name}")
+            data = await redis.get(keys.hot_of(name))
             if data is None:
                 continue
             try:
@@ -209,21 +210,21 @@ class RedisSource:
         answers = await self._ask_each(self._leases_of)
         return [lease for leases in answers for lease in leases if lease.replica != replica]
 
-    async def _leases_of(self, prefix: str, redis: Any) -> list[common_pb2.ReplicaLease]:
+    async def _leases_of(self, keys: FleetKeys, redis: Any) -> list[common_pb2.ReplicaLease]:
         leases: list[common_pb2.ReplicaLease] = []
-        names = [name.decode(errors="replace") for name in await redis.zrange(f"{prefix}replicas", 0, -1)]
-        values = await redis.mget([f"{prefix}replica:{name}" for name in names]) if names else ()
+        names = [name.decode(errors="replace") for name in await redis.zrange(keys.replicas, 0, -1)]
+        values = await redis.mget(list(map(keys.replica, names))) if names else ()
         for data in values:
             with contextlib.suppress(DecodeError):
                 leases += [common_pb2.ReplicaLease.FromString(data)] if data is not None else []
         return leases
 
-    async def _ask_each(self, ask: Callable[[str, Any], Awaitable[_T]]) -> list[_T]:
+    async def _ask_each(self, ask: Callable[[FleetKeys, Any], Awaitable[_T]]) -> list[_T]:
         """Each fleet's answer; one that the other fleet does not give (to our user, say) costs ours nothing."""
         answers = []
-        for prefix, redis in self._clients.items():
+        for keys, redis in self._fleets:
             try:
-                answers.append(await ask(prefix, redis))
+                answers.append(await ask(keys, redis))
             except (RedisError, OSError) as error:
                 if not answers:  # the first is the fleet itself
                     raise
@@ -234,7 +235,7 @@ class RedisSource:
 
     async def close(self) -> None:
         """Close the connections."""
-        for redis in self._clients.values():
+        for _, redis in self._fleets:
             with contextlib.suppress(RedisError, OSError):
                 await redis.aclose()
 

@@ -11,12 +11,11 @@ from typing import TypeAlias
 from warmfront_pb.v1 import common_pb2, inference_pb2, worker_pb2
 
 from cache.block_hash import HashScheme
+from common.protocol import PROTOCOL_VERSION
 from worker.adapters import AdapterReader
 from worker.config import WorkerConfig
 from worker.engine import EngineSnapshot, Runner
 from worker.metrics import HitRates
-
-PROTOCOL_VERSION = 2  # 2: adapters, blocks in host memory, ExplainCache; routers of 2 work with workers of 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

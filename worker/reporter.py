@@ -34,7 +34,7 @@ from warmfront_pb.v1 import common_pb2
 
 from cache.events import EventBatch, Snapshot, encode_batch, encode_snapshot
 from common.redis_client import connect_redis
-from common.redis_keys import is_wrong_type, remove_wrong_types
+from common.redis_keys import FleetKeys, is_wrong_type, remove_wrong_types
 from common.redis_url import RedisUrlError, parse_redis_url
 from worker.engine import EngineStoppedError
 
@@ -87,7 +87,7 @@ class Reporter:
         self._redis = connect_redis(
             redis_url, fleet=fleet, timeout_s=_REDIS_TIMEOUT_S, password_file=redis_password_file
         )
-        prefix = f"wf:{{{fleet}}}:"
+        self._keys = keys = FleetKeys(fleet)
         self._fleet = fleet
         self._replica_id = replica_id
         self._generation = generation
@@ -95,13 +95,12 @@ class Reporter:
         self._lease_ms = round(lease_s * 1000)
         self._lease = lease
         self._stream_length = stream_length
-        self._prefix = prefix
-        self._contract_key = f"{prefix}contract"
-        self._replicas_key = f"{prefix}replicas"
-        self._lease_key = f"{prefix}replica:{replica_id}"
-        self._stream_key = f"{prefix}events:{replica_id}:{generation}"
-        self._snapshot_key = f"{prefix}snapshot:{replica_id}:{generation}"
-        self._wanted_key = f"{prefix}wanted:{replica_id}:{generation}"
+        self._contract_key = keys.contract
+        self._replicas_key = keys.replicas
+        self._lease_key = keys.replica(replica_id)
+        self._stream_key = keys.events(replica_id, generation)
+        self._snapshot_key = keys.snapshot(replica_id, generation)
+        self._wanted_key = keys.wanted(replica_id, generation)
         self._contract: common_pb2.Contract | None = None
         self._queue: deque[tuple[int, EventBatch]] = deque()  # with the milliseconds since 1970 when they came
         self._wake = asyncio.Event()
@@ -279,8 +278,8 @@ class Reporter:
                 pipe.multi()  # type: ignore[no-untyped-call]
                 change(pipe, seconds * 1000 + microseconds // 1000)
                 if holder and holder != self._generation:  # what an older boot has left
-                    old = f"{self._replica_id}:{holder}"
-                    pipe.delete(f"{self._prefix}events:{old}", f"{self._prefix}snapshot:{old}")
+                    name = self._replica_id
+                    pipe.delete(self._keys.events(name, holder), self._keys.snapshot(name, holder))
                 pipe.get(self._contract_key)
                 for key in (self._contract_key, self._stream_key, self._snapshot_key):
                     pipe.pexpire(key, _KEPT_LEASES * self._lease_ms)

@@ -238,7 +238,7 @@ def test_an_orphan_whose_id_a_newer_boot_holds_stops_serving_and_does_not_come_b
     import redis
     from warmfront_pb.v1 import common_pb2
 
-    from router.registry import FleetKeys
+    from common.redis_keys import FleetKeys
     from warmfront.actors import RayLauncher
 
     settings = {"redis": redis_url, "engine": "simulated", "model": "bytes", "kv_blocks": 100, "heartbeat": "200ms"}

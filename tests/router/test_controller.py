@@ -12,11 +12,11 @@ import pytest
 import redis
 from warmfront_pb.v1 import common_pb2
 
+from common.redis_keys import FleetKeys
 from router.autoscale import Autoscale
 from router.controller import Controller
 from router.launcher import MAX_STRIKES, Desired
 from router.reconcile import DRAINING, READY, Group
-from router.registry import FleetKeys
 from tests.fakes.memory_launcher import MemoryLauncher
 
 NOBODY = "redis://127.0.0.1:1/0"

@@ -22,9 +22,10 @@ from cache.block_hash import BlockChain
 from cache.events import EventBatch, Snapshot, Stored, Tier, encode_batch, encode_snapshot
 from cache.prefix_index import PrefixIndex
 from common.redis_client import connect_redis
+from common.redis_keys import FleetKeys
 from router.index_mirror import IndexMirror
 from router.metrics import RouterMetrics
-from router.registry import FleetKeys, Membership, Registry
+from router.registry import Membership, Registry
 from tests.fakes.simulated_worker import SimulatedWorker, Spec
 from tests.router.conftest import Cluster, until
 

