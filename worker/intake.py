@@ -15,8 +15,8 @@ from warmfront_pb.v1 import inference_pb2, worker_pb2
 from cache.adapter import Adapter
 from cache.retention import MAX_BREAKPOINTS, MAX_PRIORITY, Retention
 from worker.batch import SamplingParams
-from worker.engine import Request
 from worker.replica import ModelCard
+from worker.request import Request
 
 MAX_CHOICES = 16
 MAX_STOP_STRINGS = 16

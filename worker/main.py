@@ -33,11 +33,12 @@ from common.worker_token import tokens_of
 from worker.adapters import Adapters
 from worker.config import ConfigError, WorkerConfig
 from worker.detokenizer import TokenTable
-from worker.engine import Engine, StepReport
+from worker.engine import Engine
 from worker.metrics import WorkerMetrics
 from worker.prewarm import Prewarm, RedisSource
 from worker.replica import Loaded, Progress, Replica
 from worker.reporter import ContractMismatchError, FencedError, RegistryError, Reporter
+from worker.request import StepReport
 from worker.scheduler import Limits
 from worker.service import WorkerServer, WorkerService
 from worker.step_times import HUNG_AFTER_S

@@ -15,7 +15,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.registry import Collector
 
 from cache.events import Removed
-from worker.engine import OUTCOMES, Admitted, EngineSnapshot, StepReport
+from worker.request import OUTCOMES, Admitted, EngineSnapshot, StepReport
 
 SETTLING_S = 60.0  # the steady hit rate leaves out the first minute, when every cache is cold
 LOW_HIT_RATE = 0.3  # below it ``status`` says why

@@ -27,7 +27,8 @@ from common.redis_client import connect_redis
 from common.redis_keys import FleetKeys
 from worker.adapters import Adapters, UnknownAdapterError
 from worker.batch import SamplingParams
-from worker.engine import Ending, Engine, Piece, Request
+from worker.engine import Engine
+from worker.request import Ending, Piece, Request
 
 logger = logging.getLogger(__name__)
 

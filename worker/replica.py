@@ -14,8 +14,9 @@ from cache.block_hash import HashScheme
 from common.protocol import PROTOCOL_VERSION
 from worker.adapters import AdapterReader
 from worker.config import WorkerConfig
-from worker.engine import EngineSnapshot, Runner
+from worker.engine_core import Runner
 from worker.metrics import HitRates
+from worker.request import EngineSnapshot
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

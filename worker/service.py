@@ -34,11 +34,13 @@ from worker.adapters import (
 )
 from worker.batch import TokenLogprobs
 from worker.detokenizer import TokenTable
-from worker.engine import CacheInUseError, Ending, Engine, EngineStoppedError, Failure, Piece, Request
+from worker.engine import Engine, EngineStoppedError
+from worker.engine_core import CacheInUseError
 from worker.intake import InvalidRequestError, read_request, read_token_ids
 from worker.metrics import WorkerMetrics
 from worker.peft import AdapterError
 from worker.replica import Replica
+from worker.request import Ending, Failure, Piece, Request
 from worker.scheduler import QueueFullError
 
 logger = logging.getLogger(__name__)

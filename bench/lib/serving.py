@@ -12,7 +12,8 @@ from cache.block_hash import HashScheme
 from cache.prefix_cache import BlockCopies, PrefixCache
 from worker.batch import SamplingParams, SliceResult, StepBatch
 from worker.detokenizer import TokenTable
-from worker.engine import Ending, Engine, Piece, Request, StepReport
+from worker.engine import Engine
+from worker.request import Ending, Piece, Request, StepReport
 from worker.scheduler import Limits
 
 BLOCK_SIZE = 16

@@ -12,8 +12,8 @@ import pytest
 from router.metrics import RouterMetrics
 from tests.helm.tools import Helm, Objects, one
 from warmfront.controller import ControllerMetrics
-from worker.engine import EngineSnapshot
 from worker.metrics import WorkerMetrics
+from worker.request import EngineSnapshot
 
 
 def exported() -> dict[str, set[str]]:

@@ -15,8 +15,8 @@ from router.metrics import RouterMetrics
 from warmfront.__main__ import COMMANDS, cli
 from warmfront.controller import ControllerMetrics
 from warmfront.options import CONFIGS, FLAGS, default_of, flags_of
-from worker.engine import EngineSnapshot
 from worker.metrics import WorkerMetrics
+from worker.request import EngineSnapshot
 
 ROOT = Path(__file__).resolve().parents[2]
 REFERENCE = (ROOT / "docs" / "reference.md").read_text(encoding="utf-8")

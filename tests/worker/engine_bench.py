@@ -15,7 +15,9 @@ from cache.prefix_cache import PrefixCache
 from tests.fakes.runner import FakeRunner, fake_tokenizer_json
 from worker.batch import SamplingParams
 from worker.detokenizer import TokenTable
-from worker.engine import Ending, Engine, Piece, Request, Runner, StepReport
+from worker.engine import Engine
+from worker.engine_core import Runner
+from worker.request import Ending, Piece, Request, StepReport
 from worker.scheduler import Limits
 
 TABLE = TokenTable.from_tokenizer_json(fake_tokenizer_json())

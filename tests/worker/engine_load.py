@@ -14,7 +14,7 @@ from cache.adapter import Adapter
 from cache.retention import Retention
 from tests.worker.engine_bench import Answer, Bench
 from worker.batch import SamplingParams, SequenceSlice
-from worker.engine import Failure
+from worker.request import Failure
 
 NO_TOKEN = 1 << 20  # beyond every vocabulary: a step that is to favour it is raised out of the runner
 
@@ -50,7 +50,7 @@ class Load:
         self._max_output = max_output
         self._adapters = adapters
         self._trunks = [self._tokens(self._rng.randint(5, max_prompt)) for _ in range(6)]
-        self.wishes = [self._wish() for _ in range(num_wishes)]  # fields of ``worker.engine.Request``
+        self.wishes = [self._wish() for _ in range(num_wishes)]  # fields of ``worker.request.Request``
         self.asks = [self._ask(number % num_wishes) for number in range(num_asks)]
         self._rng.shuffle(self.asks)
 

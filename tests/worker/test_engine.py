@@ -20,7 +20,9 @@ from tests.fakes.runner import FakeRunner
 from tests.worker.engine_bench import BLOCK, Bench, running
 from tests.worker.engine_load import Load, answers_alone, answers_in_a_crowd, check_engine, check_equal, poison
 from worker.batch import SamplingParams, SequenceSlice, SliceResult, StepBatch
-from worker.engine import CacheInUseError, EngineStoppedError, Failure, choice_seed
+from worker.engine import EngineStoppedError
+from worker.engine_core import CacheInUseError, choice_seed
+from worker.request import Failure
 from worker.scheduler import QueueFullError
 
 PROMPT = [100 + index for index in range(40)]

@@ -17,11 +17,11 @@ from tests.worker.engine_bench import BLOCK, TABLE, Bench, running
 from tests.worker.engine_load import Load, answers_alone, answers_in_a_crowd, check_engine, check_equal
 from tests.worker.tiny_models import CPU, random_model, write_folder
 from worker.detokenizer import TokenTable
-from worker.engine import Failure
 from worker.loading import default_model_path, load_model
 from worker.loading.tokenizer import load_tokenizer
 from worker.model_runner import MODES, Mode, ModelRunner
 from worker.peft import CONFIG_FILE, TENSORS_FILE
+from worker.request import Failure
 
 PROMPT = [100 + index for index in range(40)]
 VOCAB_SIZE = 301

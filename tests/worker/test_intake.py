@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 from warmfront_pb.v1 import inference_pb2, worker_pb2
 
-from worker.engine import Request
 from worker.intake import InvalidRequestError, read_request
 from worker.replica import ModelCard
+from worker.request import Request
 
 CARD = ModelCard(
     name="fake",

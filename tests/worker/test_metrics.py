@@ -8,8 +8,8 @@ import pytest
 
 from cache.events import EventBatch, RemovalReason, Removed
 from cache.stats import CacheStats
-from worker.engine import Admitted, EngineSnapshot, StepReport
 from worker.metrics import SETTLING_S, HitWindow, WorkerMetrics
+from worker.request import Admitted, EngineSnapshot, StepReport
 
 
 class Bench:

@@ -15,7 +15,7 @@ from cache.block_hash import HashScheme
 from tests.fakes.runner import FakeRunner
 from tests.worker.served import Client, Reply, config_for, serve, unpacked
 from worker.batch import SequenceSlice, TokenLogprobs
-from worker.engine import Ending, Piece
+from worker.request import Ending, Piece
 from worker.service import MAX_OUTPUT_KEYS, Mailbox, trailing_metadata
 
 PROMPT = [100 + index for index in range(40)]
