@@ -1,67 +1,91 @@
 """Block hashes of prompt fronts that were seen before, so that only what is new is hashed.
 
-Prompts are looked at in chunks of whole blocks. A chunk's hashes are a function of its tokens and of the hash before
-it, and of what else its blocks depend on, so these name them exactly: nothing here can be stale, only forgotten.
+What is hashed in one go is kept as one run of blocks, found by the hash before it and by its first block. A prompt is
+led from run to run, along each for as many blocks as are equal; where it leaves the last one, a run of its own begins.
+A block's hash is a function of its tokens, of the hash before it and of what else its KV depends on, so nothing here
+can be stale, only forgotten.
 """
 
 from __future__ import annotations
 
 from array import array
 from collections import OrderedDict
-from typing import TypeAlias
+from typing import NamedTuple, TypeAlias
+
+import numpy as np
 
 from cache.adapter import Adapter
 from cache.block_hash import BlockHash, HashScheme, extra_keys, pack_keys
 
-_CHUNK_BLOCKS = 16
-_MAX_CHUNKS = 32_768  # of 16 blocks of 16 tokens: 8 million tokens, about 50 MB
+_MAX_BYTES = 64 << 20  # about 9 million tokens in long runs of 16-token blocks
+_RUN_BYTES = 800  # of Python's own per run
 
-_Name: TypeAlias = tuple[BlockHash, str, Adapter | None, bytes]  # hash before, salt, adapter, token ids
+_Name: TypeAlias = tuple[BlockHash, str, Adapter | None, bytes]  # hash before, salt, adapter, tokens of the first block
+
+
+class _Run(NamedTuple):
+    token_ids: bytes
+    hashes: bytes  # of its blocks, joined
+    keys: array[int]
+
+    @property
+    def num_bytes(self) -> int:
+        return _RUN_BYTES + len(self.token_ids) + len(self.hashes) + 8 * len(self.keys)
 
 
 class ChainMemo:
-    """The index keys of prompts under one hash scheme. Forgets the chunks that were used least recently."""
+    """The index keys of prompts under one hash scheme. Forgets the runs that were used least recently."""
 
-    __slots__ = ("_chunk_bytes", "_chunks", "_max_chunks", "_scheme", "num_hashed_blocks")
+    __slots__ = ("_block_bytes", "_max_bytes", "_runs", "_scheme", "num_bytes", "num_hashed_blocks")
 
-    def __init__(self, scheme: HashScheme, max_chunks: int = _MAX_CHUNKS) -> None:
+    def __init__(self, scheme: HashScheme, max_bytes: int = _MAX_BYTES) -> None:
         self.num_hashed_blocks = 0
+        self.num_bytes = 0
         self._scheme = scheme
-        self._max_chunks = max_chunks
-        self._chunk_bytes = _CHUNK_BLOCKS * scheme.block_size * 4
-        self._chunks: OrderedDict[_Name, tuple[array[int], BlockHash]] = OrderedDict()
+        self._max_bytes = max_bytes
+        self._block_bytes = 4 * scheme.block_size
+        self._runs: OrderedDict[_Name, _Run] = OrderedDict()
 
     def keys(self, token_ids: bytes, cache_salt: str = "", adapter: Adapter | None = None) -> array[int]:
         """Keys of the full blocks of packed little-endian uint32 ids. ``ValueError`` for an id above 2**31 - 1."""
-        parent, salt = self._scheme.root, cache_salt  # a salt stands in block 0 alone
+        size, hash_bytes = self._block_bytes, len(self._scheme.root)
+        end = len(token_ids) - len(token_ids) % size
+        parent, salt, start = self._scheme.root, cache_salt, 0  # a salt stands in block 0 alone
         keys = array("Q")
-        end = len(token_ids) - len(token_ids) % (4 * self._scheme.block_size)
-        for start in range(0, end, self._chunk_bytes):  # the last chunk may be shorter
-            name = (parent, salt, adapter, token_ids[start : min(start + self._chunk_bytes, end)])
-            known = self._chunks.get(name)
-            if known is None:
-                keys += self._learn(token_ids[start:end], salt, adapter, parent)
+        followed: list[_Name] = []
+        while start < end:
+            name = (parent, salt, adapter, token_ids[start : start + size])
+            run = self._runs.get(name)
+            if run is None:
+                keys += self._learn(name, token_ids[start:end])
                 break
-            self._chunks.move_to_end(name)
-            keys += known[0]
-            parent, salt = known[1], ""
+            num_same = _num_same(run.token_ids, token_ids, start) // size
+            keys += run.keys[:num_same]
+            parent, salt = run.hashes[(num_same - 1) * hash_bytes : num_same * hash_bytes], ""
+            start += num_same * size
+            followed.append(name)
+        for name in reversed(followed):  # nobody comes to a run whose front is forgotten, so that goes last
+            if name in self._runs:
+                self._runs.move_to_end(name)
         return keys
 
-    def __len__(self) -> int:
-        return len(self._chunks)
-
-    def _learn(self, token_ids: bytes, salt: str, adapter: Adapter | None, parent: BlockHash) -> array[int]:
-        """Hash whole blocks in one go, and keep them by chunks."""
-        scheme = self._scheme
-        extra = extra_keys(len(token_ids) // 4, scheme.block_size, lora=adapter, cache_salt=salt)
-        hashes = scheme.block_hashes(token_ids, extra, parent)
+    def _learn(self, name: _Name, token_ids: bytes) -> array[int]:
+        """Hash whole blocks in one go, and keep them as a run."""
+        parent, salt, adapter, _ = name
+        extra = extra_keys(len(token_ids) // 4, self._scheme.block_size, lora=adapter, cache_salt=salt)
+        hashes = self._scheme.block_hashes(token_ids, extra, parent)
         self.num_hashed_blocks += len(hashes)
-        keys = pack_keys(hashes)
-        for number, start in enumerate(range(0, len(token_ids), self._chunk_bytes)):
-            first, last = number * _CHUNK_BLOCKS, min((number + 1) * _CHUNK_BLOCKS, len(hashes))
-            chunk = (keys[first:last], hashes[last - 1])
-            self._chunks[parent, salt, adapter, token_ids[start : start + self._chunk_bytes]] = chunk
-            parent, salt = chunk[1], ""
-        while len(self._chunks) > self._max_chunks:
-            self._chunks.popitem(last=False)
-        return keys
+        run = self._runs[name] = _Run(token_ids, b"".join(hashes), pack_keys(hashes))
+        self.num_bytes += run.num_bytes
+        while self.num_bytes > self._max_bytes:
+            self.num_bytes -= self._runs.popitem(last=False)[1].num_bytes
+        return run.keys
+
+
+def _num_same(ours: bytes, theirs: bytes, start: int) -> int:
+    """How many leading bytes of ``ours``, whole token ids, stand in ``theirs`` from ``start`` on."""
+    if theirs.startswith(ours, start):
+        return len(ours)
+    length = min(len(ours), len(theirs) - start) // 4
+    differs = np.frombuffer(ours, "<u4", length) != np.frombuffer(theirs, "<u4", length, start)
+    return 4 * int(differs.argmax()) if differs.any() else 4 * length
