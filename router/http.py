@@ -5,7 +5,7 @@ import logging
 import re
 import socket
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from functools import partial
 from typing import Any, TypeAlias
@@ -128,24 +128,24 @@ class HttpFront:
 
     # Inference
 
-    async def _chat(self, http: Request) -> Response:
+    async def _chat(self, http: Request) -> Response | Answer:
         return await self._complete(http, _read_chat, is_chat=True)
 
-    async def _completions(self, http: Request) -> Response:
+    async def _completions(self, http: Request) -> Response | Answer:
         return await self._complete(http, _read_completion, is_chat=False)
 
-    async def _complete(self, http: Request, read: Callable[[bytes], "_Asked"], *, is_chat: bool) -> Response:
-        request_id = request_id_of(http.headers.get("x-request-id"))
+    async def _complete(self, http: Request, read: Callable[[bytes], "_Asked"], *, is_chat: bool) -> Response | Answer:
+        headers = dict(http.headers)
+        request_id = request_id_of(headers.get("x-request-id"))
         try:
             body, requests = read(await self._body(http))
-            timeout_s = _timeout_s(http, bool(body.stream))
+            timeout_s = _timeout_s(headers, bool(body.stream))
+            dispatch = (self._config, self._fleet, self._dispatcher)
+            return Answer(*dispatch, headers, request_id, body, requests, timeout_s, is_chat=is_chat)
         except RouterError as error:
             self._dispatcher.count(error.status)
             self._dispatcher.ended(request_id, error.status, None, Route())
             return error_response(error, {"x-request-id": request_id})
-        return await Answer(
-            self._config, self._fleet, self._dispatcher, http, request_id, body, requests, timeout_s, is_chat=is_chat
-        ).respond()
 
     async def _body(self, http: Request) -> bytes:
         limit = self._config.max_body_bytes
@@ -264,12 +264,12 @@ def _read_completion(data: bytes) -> _Asked:
     return body, openai_api.completion_requests(body)
 
 
-def _timeout_s(http: Request, is_stream: bool) -> float | None:
+def _timeout_s(headers: Mapping[str, str], is_stream: bool) -> float | None:
     """How long the client waits, from its headers; None: it does not say. Raises ``InvalidRequestError``.
 
     OpenAI's clients tell their read time-out, which for a whole answer is how long they wait for it.
     """
-    given = http.headers.get("x-request-timeout")
+    given = headers.get("x-request-timeout")
     if given is not None:
         match = _TIMEOUT.fullmatch(given)
         if match is None or not (timeout_s := float(match[1]) * (0.001 if match[2] == "ms" else 1)) > 0:
@@ -278,7 +278,7 @@ def _timeout_s(http: Request, is_stream: bool) -> float | None:
                 param="x-request-timeout",
             )
         return timeout_s
-    match = None if is_stream else _TIMEOUT.fullmatch(http.headers.get("x-stainless-read-timeout", ""))
+    match = None if is_stream else _TIMEOUT.fullmatch(headers.get("x-stainless-read-timeout", ""))
     return float(match[1]) or None if match is not None and not match[2] else None
 
 
