@@ -12,8 +12,8 @@ import msgspec
 from msgspec import UNSET, Meta, Raw, Struct, UnsetType
 from warmfront_pb.v1 import inference_pb2
 
+from common.limits import MAX_CHOICES
 from router.errors import InvalidRequestError, UnsupportedError
-from router.request import MAX_CHOICES
 from router.segments import pack_ids, unpack_ids
 
 MAX_PROMPTS = 64

@@ -11,37 +11,21 @@ from dataclasses import dataclass
 import numpy as np
 from warmfront_pb.v1 import inference_pb2, worker_pb2
 
+from common.limits import (
+    DEFAULTS,
+    MAX_CHOICES,
+    MAX_LOGPROBS,
+    MAX_RETENTIONS,
+    MAX_SALT_CHARS,
+    MAX_STOP_CHARS,
+    MAX_STOPS,
+    RANGES,
+    RETENTION_TTLS_S,
+)
 from router.errors import TOO_LONG, InvalidRequestError, NotFoundError
 from router.tokenizer import ModelProfile
 
-MAX_CHOICES = 16
-MAX_STOPS = 16
-MAX_STOP_CHARS = 1024
-MAX_LOGPROBS = 20
-MAX_SALT_CHARS = 256
-MAX_RETENTIONS = 4
-RETENTION_TTLS_S = (300, 3600)
 _ROLE = re.compile(r"[A-Za-z][A-Za-z0-9_.-]{0,63}")  # templates write it as it is: nothing that is markup
-
-# name -> (lowest, highest, whether the lowest itself is allowed)
-_RANGES: dict[str, tuple[float, float, bool]] = {
-    "temperature": (0, 2, True),
-    "top_p": (0, 1, False),
-    "min_p": (0, 1, True),
-    "repetition_penalty": (0, 10, False),
-    "presence_penalty": (-2, 2, True),
-    "frequency_penalty": (-2, 2, True),
-}
-_DEFAULTS: dict[str, float] = {
-    "temperature": 1.0,
-    "top_p": 1.0,
-    "top_k": 0,
-    "min_p": 0.0,
-    "repetition_penalty": 1.0,
-    "presence_penalty": 0.0,
-    "frequency_penalty": 0.0,
-    "n": 1,
-}
 
 
 @dataclass(slots=True, kw_only=True)
@@ -109,7 +93,7 @@ def complete_sampling(
     sampling = inference_pb2.SamplingParams()
     sampling.CopyFrom(model.defaults)
     sampling.MergeFrom(asked)
-    for name, value in _DEFAULTS.items():
+    for name, value in (*DEFAULTS.items(), ("top_k", 0), ("n", 1)):
         if not sampling.HasField(name):
             setattr(sampling, name, value)
     room = model.max_model_len - num_tokens
@@ -138,11 +122,9 @@ def _check_chat(chat: inference_pb2.Chat) -> None:
 
 
 def _check_sampling(sampling: inference_pb2.SamplingParams, model: ModelProfile) -> None:
-    for name, (low, high, allows_low) in _RANGES.items():
-        if sampling.HasField(name):
-            value = getattr(sampling, name)
-            if not low <= value <= high or (value == low and not allows_low):
-                raise _invalid(name, f"is {value:g}: use {'' if allows_low else 'over '}{low:g} to {high:g}")
+    for name, range_ in RANGES.items():
+        if sampling.HasField(name) and not range_.allows(value := getattr(sampling, name)):
+            raise _invalid(name, f"is {value:g}: use {range_}")
     if sampling.HasField("max_tokens") and not sampling.max_tokens:
         raise _invalid("max_tokens", "is 0: use at least 1")
     if sampling.HasField("n") and not 1 <= sampling.n <= MAX_CHOICES:

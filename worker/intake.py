@@ -14,34 +14,21 @@ from warmfront_pb.v1 import inference_pb2, worker_pb2
 
 from cache.adapter import Adapter
 from cache.retention import MAX_BREAKPOINTS, MAX_PRIORITY, Retention
+from common.limits import (
+    DEFAULTS,
+    MAX_CHOICES,
+    MAX_LOGIT_BIASES,
+    MAX_LOGPROBS,
+    MAX_SALT_CHARS,
+    MAX_STOP_CHARS,
+    MAX_STOPS,
+    RANGES,
+    RETENTION_TTLS_S,
+)
 from worker.batch import SamplingParams
 from worker.replica import ModelCard
 from worker.request import Request
 
-MAX_CHOICES = 16
-MAX_STOP_STRINGS = 16
-MAX_STOP_LENGTH = 1024  # characters
-MAX_LOGPROBS = 20
-MAX_LOGIT_BIASES = 1024
-MAX_SALT_LENGTH = 256  # characters
-RETENTION_TTLS_S = (300, 3600)
-
-_RANGES = {  # field: lowest, highest, lowest itself excluded
-    "temperature": (0.0, 2.0, False),
-    "repetition_penalty": (array("f", [0.01])[0], 10.0, False),  # as a message has it, in 32 bits
-    "top_p": (0.0, 1.0, True),
-    "min_p": (0.0, 1.0, False),
-    "presence_penalty": (-2.0, 2.0, False),
-    "frequency_penalty": (-2.0, 2.0, False),
-}
-_DEFAULTS = {
-    "temperature": 1.0,
-    "repetition_penalty": 1.0,
-    "top_p": 1.0,
-    "min_p": 0.0,
-    "presence_penalty": 0.0,
-    "frequency_penalty": 0.0,
-}
 _GREEDY_BELOW = 1e-5  # so low a temperature draws the likeliest token, and dividing by it may leave float32's range
 
 
@@ -53,9 +40,9 @@ def read_request(
     message: worker_pb2.WorkerGenerateRequest, card: ModelCard, deadline_s: float, adapter: Adapter | None = None
 ) -> Request:
     """The request in ``message``; ``adapter`` is the one that it names. Raises ``InvalidRequestError``."""
-    if len(message.cache_salt) > MAX_SALT_LENGTH:
+    if len(message.cache_salt) > MAX_SALT_CHARS:
         raise InvalidRequestError(
-            f"cache_salt has {len(message.cache_salt)} characters: use 1 to {MAX_SALT_LENGTH}, or none"
+            f"cache_salt has {len(message.cache_salt)} characters: use 1 to {MAX_SALT_CHARS}, or none"
         )
     sampling = message.sampling
     token_ids = read_token_ids(message.token_ids, card)
@@ -127,12 +114,10 @@ def _read_max_tokens(sampling: inference_pb2.SamplingParams, prior: int, room: i
 
 def _read_sampling(sampling: inference_pb2.SamplingParams, vocab_size: int) -> SamplingParams:
     values = {}
-    for name, (low, high, above) in _RANGES.items():
-        value = getattr(sampling, name) if sampling.HasField(name) else _DEFAULTS[name]
-        if not low <= value <= high or (above and value == low):
-            span = f"over {low:g} and up to {high:g}" if above else f"between {low:g} and {high:g}"
-            raise InvalidRequestError(f"{name} is {value:g}: it must be {span}")
-        values[name] = value
+    for name, range_ in RANGES.items():
+        values[name] = value = getattr(sampling, name) if sampling.HasField(name) else DEFAULTS[name]
+        if not range_.allows(value):
+            raise InvalidRequestError(f"{name} is {value:g}: use {range_}")
     if values["temperature"] < _GREEDY_BELOW:
         values["temperature"] = 0.0
     if sampling.top_k > vocab_size:
@@ -166,11 +151,11 @@ def _read_retention(marks: Sequence[inference_pb2.Retention], prompt_length: int
 
 
 def _read_stop_strings(strings: Sequence[str]) -> tuple[str, ...]:
-    if len(strings) > MAX_STOP_STRINGS:
-        raise InvalidRequestError(f"stop has {len(strings)} strings: at most {MAX_STOP_STRINGS}")
+    if len(strings) > MAX_STOPS:
+        raise InvalidRequestError(f"stop has {len(strings)} strings: at most {MAX_STOPS}")
     for string in strings:
-        if not 1 <= len(string) <= MAX_STOP_LENGTH:
-            raise InvalidRequestError(f"stop has a string of {len(string)} characters: use 1 to {MAX_STOP_LENGTH}")
+        if not 1 <= len(string) <= MAX_STOP_CHARS:
+            raise InvalidRequestError(f"stop has a string of {len(string)} characters: use 1 to {MAX_STOP_CHARS}")
     return tuple(strings)
 
 
