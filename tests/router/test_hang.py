@@ -3,25 +3,25 @@
 from __future__ import annotations
 
 import asyncio
-import subprocess
-import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
-from pathlib import Path
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from typing import Any
 
 import grpc
 import httpx
 import pytest
+from warmfront_pb.v1 import common_pb2
 
 from router.attempt import is_unheard
 from router.load import LoadBook
 from tests.fakes.simulated_worker import SimulatedWorker
 from tests.router.conftest import Cluster, until
+from worker.config import WorkerConfig
+from worker.main import EXIT_OK, Worker
+from worker.simulated import BYTES
 
 BODY: dict[str, Any] = {"prompt": "once upon a time " * 4, "max_tokens": 20, "seed": 7}
-ROOT = Path(__file__).parents[2]
-TOKEN = "a token of these workers"
+TOKEN = "a token of real workers"
 
 
 def ask(cluster: Cluster, number: int, **more: Any) -> asyncio.Task[httpx.Response]:
@@ -172,43 +172,44 @@ async def test_a_replica_at_which_deadlines_pass_in_silence_is_left_alone_even_w
     await texts(tasks)
 
 
-@contextmanager
-def worker_process(cluster: Cluster, folder: Path, replica: str, *flags: str) -> Iterator[subprocess.Popen[bytes]]:
-    """A whole worker of ours around a simulated engine."""
-    token = folder / "token"
-    token.write_text(TOKEN)
-    command = [sys.executable, "-P", "-m", "warmfront", "worker", "--engine", "simulated", "--model", "bytes"]
-    command += ["--redis", cluster.redis_url, "--fleet", cluster.fleet, "--replica-id", replica]
-    command += ["--kv-blocks", "2000", "--heartbeat", "200ms", "--lease", "1s", "--worker-token-file", str(token)]
-    with (folder / f"{replica}.log").open("wb") as log:
-        environment = {"PYTHONPATH": f"{ROOT}:{ROOT / 'proto'}", "PATH": "/usr/bin:/bin"}
-        process = subprocess.Popen([*command, *flags], stdout=log, stderr=log, env=environment)
+@asynccontextmanager
+async def real_worker(cluster: Cluster, replica: str, fault: str | None = None) -> AsyncIterator[Worker]:
+    """A whole worker of ours around a simulated engine, less patient with its steps than usual."""
+    config = WorkerConfig(
+        redis_url=cluster.redis_url,
+        fleet=cluster.fleet,
+        replica_id=replica,
+        worker_token=TOKEN,
+        engine="simulated",
+        model=BYTES,
+        kv_blocks=2000,
+        decode_time_s=0.02,
+        heartbeat_s=0.1,
+        lease_s=1.0,
+        fault=fault,
+    )
+    worker = Worker(config, hung_after_s=0.5)
+    running = asyncio.create_task(worker.run())
     try:
-        yield process
+        yield worker
     finally:
-        process.kill()
-        process.wait()
+        worker.drain(0.0)
+        assert await running == EXIT_OK
 
 
-async def test_an_engine_that_hangs_in_the_middle_of_its_answers_costs_nobody_an_answer(
-    cluster: Cluster, tmp_path: Path
-) -> None:
-    flags = ("--decode-time", "20ms")
-    with (
-        worker_process(cluster, tmp_path, "w0", *flags, "--fault", "hang:60"),
-        worker_process(cluster, tmp_path, "w1", *flags),
-    ):
+async def test_an_engine_that_hangs_in_the_middle_of_its_answers_costs_nobody_an_answer(cluster: Cluster) -> None:
+    async with real_worker(cluster, "w0", "hang:60") as sick, real_worker(cluster, "w1"):
         router = await cluster.add_router(worker_token=TOKEN)
         await until(lambda: len(router.fleet.ready) == 2)
         answers = await texts([ask(cluster, number, ignore_eos=True) for number in range(16)])
-        metrics = router.metrics.text().decode()
-        assert "warmfront_router_failovers_total 0.0" not in metrics
+        assert "warmfront_router_failovers_total 0.0" not in router.metrics.text().decode()
         await texts([ask(cluster, number, ignore_eos=True) for number in range(100, 116)])
-        assert set(router.fleet.hung) == {"w0"}
+        await until(lambda: set(router.fleet.hung) == {"w0"})
         assert router.fleet.loads.of("w0").in_flight == 0
         assert await texts([ask(cluster, number, ignore_eos=True) for number in range(16)]) == answers
         assert cluster.load == 0
         assert router.fleet.members["w0"].replica.is_ready  # its lease lives
+        assert sick.replica.state == common_pb2.READY
 
 
 async def test_a_request_that_is_placed_as_its_replica_leaves_goes_elsewhere(cluster: Cluster) -> None:
@@ -218,7 +219,8 @@ async def test_a_request_that_is_placed_as_its_replica_leaves_goes_elsewhere(clu
     for worker in cluster.workers.values():
         worker.faults.gate = asyncio.Event()
     tasks = [ask(cluster, number) for number in range(3)]
-    await until(lambda: len(router.dispatcher.queue) == 1 and router.dispatcher.queue.num_in_flight == 2)
+    await until(lambda: all(len(worker.requests) == 1 for worker in cluster.workers.values()))
+    await until(lambda: len(router.dispatcher.queue) == 1)
     router.fleet.bounds = {}
     router.dispatcher.queue._look()  # placed, and its task has not heard of it yet
     assert not router.dispatcher.queue
