@@ -146,7 +146,7 @@ async def test_in_deterministic_mode_a_crowd_gets_of_a_real_model_what_each_gets
 @pytest.mark.timeout(3600)
 async def test_in_deterministic_mode_a_crowd_gets_of_smollm2_what_each_gets_alone(tmp_path: Path) -> None:
     path = default_model_path()
-    load = Load(13, 49_152, num_asks=2000, num_wishes=2000, max_prompt=120, max_output=8, adapters=ADAPTERS)
+    load = Load(13, 49_152, num_asks=2000, num_wishes=500, max_prompt=120, max_output=8, adapters=ADAPTERS)
     table = TokenTable.from_tokenizer_json(load_tokenizer(path).tokenizer_json)
     runner = broken_runner(
         path, [load.broken_token_id], dtype="bfloat16", mode="deterministic", num_blocks=64, num_host_blocks=60
