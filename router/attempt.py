@@ -7,7 +7,7 @@ From its placing on it is charged: with load there, with room in this router, wi
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from router.admission import Admission
 from router.explain import Absence
@@ -48,12 +48,12 @@ class Attempt:
         self._is_open = True
         queue.entered(work.num_tokens)
 
-    def send(self, deadline_s: float) -> WorkerStream:
+    def send(self, deadline_s: float, metadata: Sequence[tuple[str, str]]) -> WorkerStream:
         """Call the replica. Raises ``WorkerError``."""
         call = self.work.call
         call.generation = self.member.replica.generation
         timeout_s = max(0.001, deadline_s - time.monotonic())
-        self._stream = self.member.client.generate(call.SerializeToString(), timeout_s)
+        self._stream = self.member.client.generate(call.SerializeToString(), timeout_s, metadata)
         return self._stream
 
     def begin(self, now: float) -> None:

@@ -22,6 +22,7 @@ from functools import partial
 from warmfront_pb.v1 import inference_pb2, worker_pb2
 
 from cache.adapter import Adapter
+from common.trace import NO_TRACE, Trace
 from router.admission import Admission, Waiter, Wanted
 from router.attempt import Attempt
 from router.config import RouterConfig
@@ -56,6 +57,7 @@ class Route:
     queue_s: float = 0.0  # held back before it was sent
     first_token_s: float | None = None  # since the request arrived
     record: Record | None = None  # of the last decision
+    trace: Trace = NO_TRACE  # of its caller
 
     def headers(self, request_id: str, policy: str) -> list[tuple[str, str]]:
         """What the client is told of it: HTTP headers or trailing metadata."""
@@ -177,14 +179,14 @@ class Dispatcher:
     def ended(self, request_id: str, status: str, work: Work | None, route: Route) -> None:
         """Write a request's line, whatever became of it. ``status`` is a gRPC status name."""
         if work is None:
-            log.info("request request=%s status=%s", request_id, status)
+            log.info("request request=%s status=%s%s", request_id, status, route.trace.suffix)
             return
         log.info(
             "request request=%s status=%s replica=%s prompt_tokens=%d matched_tokens=%d cached_tokens=%s "
-            "retries=%d queue_s=%.3f ttft_s=%s total_s=%.3f",
+            "retries=%d queue_s=%.3f ttft_s=%s total_s=%.3f%s",
             *(request_id, status, route.replica or "-", work.num_tokens, route.matched_tokens, route.cached_tokens),
             *(route.num_retries, route.queue_s, "-" if route.first_token_s is None else f"{route.first_token_s:.3f}"),
-            time.monotonic() - work.arrived_s,
+            *(time.monotonic() - work.arrived_s, route.trace.suffix),
         )
 
     async def generate(self, work: Work, route: Route) -> AsyncGenerator[bytes, None]:
@@ -203,7 +205,7 @@ class Dispatcher:
             attempt.may_leave = route.num_retries < _MAX_RETRIES
             self._attempts.add(attempt)
             try:
-                stream = attempt.send(deadline_s)
+                stream = attempt.send(deadline_s, route.trace.metadata)
                 while (message := await stream.read()) is not None:
                     if not attempt.has_begun:
                         now = time.monotonic()
@@ -217,7 +219,7 @@ class Dispatcher:
                 return
             except WorkerError as error:
                 failure = error
-                self._failed(attempt, failure, len(delivered))
+                self._failed(attempt, failure, len(delivered), route.trace)
             finally:
                 self._attempts.discard(attempt)
                 attempt.close()
@@ -235,15 +237,15 @@ class Dispatcher:
             route.was_continued = True
             self._metrics.failovers.inc()
 
-    def _failed(self, attempt: Attempt, failure: WorkerError, num_messages: int) -> None:
+    def _failed(self, attempt: Attempt, failure: WorkerError, num_messages: int, trace: Trace) -> None:
         member = attempt.member
         if failure.is_refusal:
             self._fleet.note(member, REFUSES_ROUTER)
         attempt.fail(failure, time.monotonic())
         self._eligible.has_failed(member)
         log.warning(
-            "replica failed a request request=%s replica=%s status=%s messages=%d error=%r",
-            *(attempt.work.request_id, member.replica.id, failure.status, num_messages, failure.message),
+            "replica failed a request request=%s replica=%s status=%s messages=%d error=%r%s",
+            *(attempt.work.request_id, member.replica.id, failure.status, num_messages, failure.message, trace.suffix),
         )
 
     def _leave_hung(self) -> None:

@@ -21,6 +21,7 @@ from warmfront_pb.v1 import admin_pb2, inference_pb2
 
 from common.grpc_text import sendable
 from common.tls import Certificates, ServerContext
+from common.trace import trace_of
 from router import openai_api
 from router.admin import Admin
 from router.config import RouterConfig
@@ -135,16 +136,17 @@ class HttpFront:
         return await self._complete(http, _read_completion, is_chat=False)
 
     async def _complete(self, http: Request, read: Callable[[bytes], "_Asked"], *, is_chat: bool) -> Response | Answer:
-        headers = dict(http.headers)
+        pairs = http.headers.items()
+        headers, trace = dict(pairs), trace_of(pairs)
         request_id = request_id_of(headers.get("x-request-id"))
         try:
             body, requests = read(await self._body(http))
             timeout_s = _timeout_s(headers, bool(body.stream))
             dispatch = (self._config, self._fleet, self._dispatcher)
-            return Answer(*dispatch, headers, request_id, body, requests, timeout_s, is_chat=is_chat)
+            return Answer(*dispatch, headers, trace, request_id, body, requests, timeout_s, is_chat=is_chat)
         except RouterError as error:
             self._dispatcher.count(error.status)
-            self._dispatcher.ended(request_id, error.status, None, Route())
+            self._dispatcher.ended(request_id, error.status, None, Route(trace=trace))
             return error_response(error, {"x-request-id": request_id})
 
     async def _body(self, http: Request) -> bytes:

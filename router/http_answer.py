@@ -14,6 +14,7 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 from warmfront_pb.v1 import inference_pb2
 
+from common.trace import Trace
 from router import openai_api
 from router.config import RouterConfig
 from router.dispatch import Dispatcher, Route
@@ -40,6 +41,7 @@ class Answer:
         fleet: Fleet,
         dispatcher: Dispatcher,
         headers: Mapping[str, str],
+        trace: Trace,
         request_id: str,
         body: openai_api.ChatBody | openai_api.CompletionBody,
         requests: list[inference_pb2.GenerateRequest],
@@ -56,7 +58,7 @@ class Answer:
         self._request_id = request_id
         self._session = hint_of(headers) or body.prompt_cache_key or ""
         self._tenant = headers.get("x-warmfront-tenant", "") if config.trust_tenant_header else ""
-        self._route = Route()  # of the first prompt: what the headers tell
+        self._route = Route(trace=trace)  # of the first prompt: what the headers tell
         self._wants_explanation = headers.get(EXPLAIN_HEADER) == "1"
         self._usages: list[inference_pb2.Usage] = []
         self._choices_per_prompt = body.n or 1
@@ -97,7 +99,7 @@ class Answer:
             return
         except Exception:
             status, error = "INTERNAL", RouterError("the router failed; its log has the reason")
-            log.exception("a request failed inside the router request=%s", self._request_id)
+            log.exception("a request failed inside the router request=%s%s", self._request_id, self._route.trace.suffix)
         finally:
             watch.cancel()
             self._dispatcher.count(status)
@@ -133,7 +135,7 @@ class Answer:
         """One prompt; its choices are numbered on from those of the prompts before it."""
         dispatcher, streams = self._dispatcher, self._body.stream
         request_id = self._request_id if len(self._requests) == 1 else f"{self._request_id}-{number}"
-        route = self._route if number == 0 else Route()
+        route = self._route if number == 0 else Route(trace=self._route.trace)
         work: Work | None = None
         status = "CANCELLED"
         try:

@@ -20,6 +20,7 @@ from grpc_reflection.v1alpha import reflection
 from warmfront_pb.v1 import admin_pb2, inference_pb2
 
 from common.tls import Certificates, grpc_server_credentials
+from common.trace import MAX_METADATA_BYTES, trace_of
 from router.admin import Admin
 from router.config import RouterConfig
 from router.dispatch import Dispatcher, Route
@@ -78,6 +79,7 @@ class GrpcFront:
             options=(
                 ("grpc.max_receive_message_length", config.max_body_bytes),
                 ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
+                ("grpc.max_metadata_size", MAX_METADATA_BYTES),
                 ("grpc.so_reuseport", int(config.reuse_port)),
                 ("grpc.http2.min_ping_interval_without_data_ms", 5_000),
                 ("grpc.server_handshake_timeout_ms", int(config.handshake_timeout_s * 1000)),
@@ -177,7 +179,8 @@ class GrpcFront:
     async def _generate(self, _messages: object, context: Context) -> None:
         metadata = _text_metadata(context)
         request_id = request_id_of(metadata.get("x-request-id"))
-        route, work, status = Route(), None, "CANCELLED"
+        route = Route(trace=trace_of(context.invocation_metadata() or ()))
+        work, status = None, "CANCELLED"
         patience = _Patience(self._config.stall_timeout_s)
         try:
             work = await self._dispatcher.prepare(
@@ -208,7 +211,7 @@ class GrpcFront:
             await self._cut_off(context)
         except Exception:
             status = "INTERNAL"
-            log.exception("a request failed inside the router request=%s", request_id)
+            log.exception("a request failed inside the router request=%s%s", request_id, route.trace.suffix)
             await _abort(context, RouterError("the router failed; its log has the reason"))
         finally:
             patience.stop()

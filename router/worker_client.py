@@ -183,11 +183,13 @@ class WorkerClient:
             self.address = address
             self._reopen()
 
-    def generate(self, request: bytes, timeout_s: float | None) -> WorkerStream:
+    def generate(
+        self, request: bytes, timeout_s: float | None, metadata: Sequence[tuple[str, str]] = ()
+    ) -> WorkerStream:
         """Start a Generate call with a serialised WorkerGenerateRequest. Raises ``WorkerError`` once it is closed."""
         if (failure := self.failure) is not None:
             raise failure
-        return WorkerStream(self._generate(request, timeout=timeout_s, metadata=self._metadata), self)
+        return WorkerStream(self._generate(request, timeout=timeout_s, metadata=(*self._metadata, *metadata)), self)
 
     async def get_model(self, timeout_s: float) -> worker_pb2.GetModelResponse:
         """The model's tokenizer, template and limits. Raises ``WorkerError``."""

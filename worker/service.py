@@ -25,6 +25,7 @@ from warmfront_pb.v1 import common_pb2, inference_pb2, worker_pb2, worker_pb2_gr
 from cache.prefix_cache import Explanation
 from common.grpc_text import sendable
 from common.tls import Certificates, grpc_server_credentials
+from common.trace import MAX_METADATA_BYTES, trace_of
 from worker.adapters import (
     AdapterConflictError,
     Adapters,
@@ -52,6 +53,7 @@ SERVER_OPTIONS = (
     ("grpc.so_reuseport", 0),  # two workers on one port would answer each other's requests
     ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
     ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
+    ("grpc.max_metadata_size", MAX_METADATA_BYTES),
     ("grpc.keepalive_time_ms", 20_000),
     ("grpc.keepalive_timeout_ms", 10_000),
     ("grpc.keepalive_permit_without_calls", 1),
@@ -133,7 +135,8 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
         except _EXPECTED as error:
             status = status_of(error)
             if status is grpc.StatusCode.INTERNAL:
-                logger.error("request=%s failed: %s", message.request_id, error)
+                trace = trace_of(context.invocation_metadata() or ())
+                logger.error("request=%s failed: %s%s", message.request_id, error, trace.suffix)
             await _abort(context, error)
         finally:
             self.num_requests -= 1

@@ -108,6 +108,7 @@ class SimulatedWorker(worker_pb2_grpc.WorkerServicer):
         self.state: int = common_pb2.READY
         self.requests: list[worker_pb2.WorkerGenerateRequest] = []
         self.deadlines_s: list[float | None] = []  # what each was given
+        self.metadata: list[dict[str, str]] = []  # that came with each
         self.num_asked_for_model = 0
         self.num_cancelled = 0
         self.num_answered = 0  # to their ends
@@ -154,6 +155,7 @@ class SimulatedWorker(worker_pb2_grpc.WorkerServicer):
     ) -> AsyncIterator[inference_pb2.GenerateResponse]:
         self.requests.append(request)
         self.deadlines_s.append(context.time_remaining())
+        self.metadata.append({str(name): str(value) for name, value in context.invocation_metadata() or ()})
         await self._check(request, context)
         self.running += 1
         self.most_running = max(self.most_running, self.running)
