@@ -51,7 +51,7 @@ _QUANTISATION = re.compile(r"[._-](?:[Ii]?Q\d\w*|B?F16|F32)$")
 def load_replica(config: WorkerConfig, progress: Progress) -> Loaded:
     """Load the model that ``config`` names and test it. Takes seconds to minutes.
 
-    Raises ``ValueError`` (``ConfigError``, ``ModelError``, ``PlanError``) for what cannot work, naming the remedy, and
+    Raises ``ValueError`` for what cannot work, naming the remedy: ``ConfigError``, ``ModelError``, ``PlanError``, and
     ``SelfTestError`` when the model computes no numbers or mode deterministic does not hold on this machine.
     """
     path, device, step_tokens = config.model or default_model_path(), pick_device(config.device), _step_tokens(config)

@@ -64,7 +64,7 @@ def _on_its_device(method: Callable[P, R]) -> Callable[P, R]:
     return run
 
 
-class SelfTestError(RuntimeError):
+class SelfTestError(ValueError):
     """The model does not work here: it computes no numbers, or, in deterministic mode, equal input gave other bits."""
 
 
