@@ -36,6 +36,7 @@ NUM_CLIENTS = 200
 DEADLINE_S = 60.0
 LEASE_S = 3.0
 HANG_S = 2 * LEASE_S
+STALL_S, STALL_AFTER_TOKENS = 15.0, 200  # a start, the tokens, and twice the time after which a step counts as hung
 MAX_TOKENS = 20
 CLEAN = {"UNAVAILABLE", "RESOURCE_EXHAUSTED"}
 _HTTP_CLEAN = {503: "UNAVAILABLE", 429: "RESOURCE_EXHAUSTED"}
@@ -69,11 +70,11 @@ class Process:
         assert self.popen is not None
         return self.popen.pid
 
-    def start(self) -> None:
+    def start(self, *more: str) -> None:
         self.is_wanted = True
         with self.log.open("ab") as log:
             self.popen = subprocess.Popen(
-                self.command,
+                [*self.command, *more],
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
@@ -218,7 +219,7 @@ async def until(looks_right: Callable[[], Any], what: str) -> None:
 @dataclass(frozen=True, slots=True)
 class Blow:
     at_s: float
-    what: str  # kill, hang, redis, router
+    what: str  # kill, hang (the process), stall (its engine), redis, router
     target: int
     lasts_s: float
 
@@ -229,9 +230,9 @@ def draw_blows(seed: int, duration_s: float) -> list[Blow]:
     blows = []
     at_s = 1.0
     while at_s < duration_s:
-        what = rng.choices(("kill", "hang", "redis", "router"), (4, 2, 2, 2))[0]
-        target = rng.randrange({"kill": NUM_WORKERS, "hang": NUM_WORKERS, "redis": 1, "router": NUM_ROUTERS}[what])
-        lasts_s = HANG_S if what == "hang" else rng.uniform(0.2, 4.0)
+        what = rng.choices(("kill", "hang", "stall", "redis", "router"), (4, 2, 2, 2, 2))[0]
+        target = rng.randrange({"redis": 1, "router": NUM_ROUTERS}.get(what, NUM_WORKERS))
+        lasts_s = {"hang": HANG_S, "stall": STALL_S}.get(what) or rng.uniform(0.2, 4.0)
         blows.append(Blow(at_s, what, target, lasts_s))
         at_s += rng.choice((0.2, lasts_s + 2, lasts_s + 4))
     return blows
@@ -244,7 +245,7 @@ async def strike(fleet: Fleet, blows: Sequence[Blow]) -> None:
 
     async def deal(blow: Blow) -> None:
         await asyncio.sleep(max(0.0, began_s + blow.at_s - time.monotonic()))
-        victim = ("worker" if blow.what in ("kill", "hang") else blow.what, blow.target)
+        victim = ("worker" if blow.what in ("kill", "hang", "stall") else blow.what, blow.target)
         if victim in struck:
             return
         struck.add(victim)
@@ -256,6 +257,12 @@ async def strike(fleet: Fleet, blows: Sequence[Blow]) -> None:
             fleet.workers[blow.target].send(signal.SIGSTOP)
             await asyncio.sleep(blow.lasts_s)
             fleet.workers[blow.target].send(signal.SIGCONT)
+        elif blow.what == "stall":
+            fleet.workers[blow.target].kill()
+            fleet.workers[blow.target].start("--fault", f"hang:{STALL_AFTER_TOKENS}")
+            await asyncio.sleep(blow.lasts_s)
+            fleet.workers[blow.target].kill()
+            fleet.workers[blow.target].start()
         elif blow.what == "redis":
             fleet.valkey.stop()
             await asyncio.sleep(blow.lasts_s)
@@ -414,7 +421,7 @@ async def survive(folder: Path, blows: Sequence[Blow], seed: int, after_s: float
         await clients.close()
         await fleet.until_nothing_is_charged()
         await _check_files(fleet, files_before)
-        await _check_keys(fleet, len(blows))
+        await _check_keys(fleet, sum(2 if blow.what == "stall" else 1 for blow in blows))
         keeping.cancel()
         codes = fleet.end()
         assert set(codes.values()) == {0}, f"{codes}\n{fleet.log()}"

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.integration.chaos import HANG_S, NUM_CLIENTS, Blow, draw_blows, survive
+from tests.integration.chaos import HANG_S, NUM_CLIENTS, STALL_S, Blow, draw_blows, survive
 
 
 async def test_every_request_ends_right_or_with_a_clean_error_whatever_dies(tmp_path: Path) -> None:
@@ -19,6 +19,13 @@ async def test_every_request_ends_right_or_with_a_clean_error_whatever_dies(tmp_
         Blow(6.0, "kill", 2, 0.5),
     ]
     counts = await survive(tmp_path, blows, seed=1, after_s=1.0)
+    print(counts)
+    assert counts["right"] >= NUM_CLIENTS, counts
+
+
+@pytest.mark.slow
+async def test_an_engine_that_hangs_under_load_costs_nobody_an_answer(tmp_path: Path) -> None:
+    counts = await survive(tmp_path, [Blow(0.5, "stall", 0, STALL_S)], seed=1, after_s=1.0)
     print(counts)
     assert counts["right"] >= NUM_CLIENTS, counts
 
