@@ -23,6 +23,7 @@ from tests.warmfront.conftest import Cli
 from warmfront.client import Client
 from warmfront.run_dir import RunDir, all_run_dirs, marked_processes
 from warmfront.store import check_redis
+from worker.loading import default_model_path
 
 ROOT = Path(__file__).resolve().parents[2]
 GUARD_S = 180.0
@@ -30,6 +31,8 @@ WARMFRONT = (sys.executable, "-P", "-m", "warmfront")
 SMALL = (
     "--engine",
     "simulated",
+    "--model",
+    "bytes",
     "--kv-blocks",
     "200",
     "--http-port",
@@ -126,7 +129,7 @@ def test_a_cluster_starts_serves_mends_itself_and_leaves_nothing(cli: Cli, temp_
 
         cold, warm = ask(ready["http"]), ask(ready["http"])
         assert (cold.cached_tokens, warm.replica, warm.cached_tokens > 0) == (0, cold.replica, True)
-        assert warm.matched_tokens == warm.cached_tokens
+        assert 0 <= warm.cached_tokens - (warm.matched_tokens or 0) < 16, "predicted, but for reuse inside a block"
 
         secrets = [(up.run_dir / "worker-token").read_text(), "requirepass"]
         secrets[1] = next(
@@ -210,7 +213,8 @@ def test_a_router_that_hangs_is_replaced_though_another_answers_on_its_ports(
 def test_a_worker_that_cannot_start_ends_up_with_its_reason(
     temp_root: Path, tmp_path: Path, how: tuple[str, ...]
 ) -> None:
-    with started(tmp_path, *how, "--engine", "model", "--max-model-len", "1000000") as up:
+    flags = ("--engine", "model", "--model", str(default_model_path()), "--replicas", "1", "--max-model-len", "1000000")
+    with started(tmp_path, *how, *flags) as up:
         assert up.process.wait(timeout=GUARD_S) == 2
         assert "--max-model-len 1000000" in up.err.read_text().splitlines()[-1]
     assert all_run_dirs() == []
