@@ -138,9 +138,43 @@ http-port: {{ int $config.ports.http }}
 grpc-port: {{ int $config.ports.grpc }}
 metrics-port: {{ int $config.ports.metrics }}
 drain-deadline: {{ int $config.drainDeadlineSeconds }}s
+min-ready-replicas: {{ include "warmfront.minReadyReplicas" . }}
+{{- if include "warmfront.ray" . }}
+drain-notice: {{ include "warmfront.routerNoticeSeconds" . }}s
+{{- end }}
 {{- if $config.trustTenantHeader }}
 trust-tenant-header: true
 {{- end }}
+{{- end -}}
+
+{{/* Workers that there are at least, whoever scales them; one where that may be none. */}}
+{{- define "warmfront.fewestWorkers" -}}
+{{- $worker := .Values.worker -}}
+{{- if $worker.keda.enabled -}}{{- max 1 (int $worker.keda.minReplicas) -}}
+{{- else if $worker.ray.autoscale.enabled -}}{{- int $worker.ray.autoscale.minReplicas -}}
+{{- else -}}{{- int $worker.replicas -}}
+{{- end -}}
+{{- end -}}
+
+{{/* Workers that a new fleet begins with: half of them. As a power of two it seldom changes, which would roll routers. */}}
+{{- define "warmfront.minReadyReplicas" -}}
+{{- $fewest := int (include "warmfront.fewestWorkers" .) -}}
+{{- $half := 1 -}}
+{{- range until 10 -}}
+{{- if le (int (mul 4 $half)) $fewest -}}{{- $half = int (mul 2 $half) -}}{{- end -}}
+{{- end -}}
+{{- .Values.router.minReadyReplicas | default $half -}}
+{{- end -}}
+
+{{/* For how long a router on Ray serves on after it has said that it leaves: its pod stays, so only a failed readiness probe
+     tells Services, and two seconds more all of their proxies. Where the pod goes with it, that is preStop's part. */}}
+{{- define "warmfront.routerNoticeSeconds" -}}
+{{- if include "warmfront.ray" . -}}
+{{- $probe := .Values.router.readinessProbe -}}
+{{- add (mul ($probe.periodSeconds | default 10) ($probe.failureThreshold | default 3)) 2 -}}
+{{- else -}}
+0
+{{- end -}}
 {{- end -}}
 
 {{- define "warmfront.workerSettings" -}}
@@ -356,8 +390,9 @@ annotations:
   {{- end }}
 {{- end -}}
 
+{{/* Takes a component's values, {margin, noticeSeconds}. */}}
 {{- define "warmfront.grace" -}}
-{{- $least := add (.preStopSeconds | default 0) .drainDeadlineSeconds -}}
+{{- $least := add (.preStopSeconds | default 0) (.noticeSeconds | default 0) .drainDeadlineSeconds -}}
 {{- if kindIs "invalid" .terminationGracePeriodSeconds -}}
 {{- add $least .margin -}}
 {{- else -}}

@@ -226,6 +226,7 @@ workers:
   replicas: {{ int $config.replicas }}
   num-gpus: {{ ternary 1 0 (gt (int $config.gpu.count) 0) }}
   resources: { {{- include "warmfront.rayResource" $worker }}: 1}
+  start-deadline: {{ int $config.startupDeadlineSeconds }}s
   rollout:
     surge: {{ int $config.ray.surge }}
     batch: {{ int $config.ray.batch }}

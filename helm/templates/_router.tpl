@@ -10,7 +10,7 @@ metadata:
   {{- include "warmfront.podMetadata" $part | nindent 2 }}
 spec:
   {{- include "warmfront.podPlacement" $part | nindent 2 }}
-  terminationGracePeriodSeconds: {{ include "warmfront.grace" (merge (dict "margin" 15) $config) }}
+  terminationGracePeriodSeconds: {{ include "warmfront.grace" (merge (dict "margin" 15 "noticeSeconds" (include "warmfront.routerNoticeSeconds" .)) $config) }}
   containers:
     - name: router
       image: {{ include "warmfront.image" (dict "image" $config.image "tag" .Chart.AppVersion) }}
@@ -34,7 +34,7 @@ spec:
       env:
         {{- include "warmfront.env" (merge (dict "onRay" $onRay) $part) | nindent 8 }}
         {{- if $onRay }}
-        {{- include "warmfront.rayEnv" (dict "root" . "drainSeconds" (add $config.drainDeadlineSeconds 5)) | nindent 8 }}
+        {{- include "warmfront.rayEnv" (dict "root" . "drainSeconds" (add (include "warmfront.routerNoticeSeconds" .) $config.drainDeadlineSeconds 5)) | nindent 8 }}
         {{- end }}
       {{- with $config.extraEnvFrom }}
       envFrom:

@@ -189,6 +189,8 @@ REFUSED: list[tuple[str, list[str]]] = [
     ("model.path", ["model.volume.existingClaim=c", "model.path=/models-of-mine/x"]),
     ("model.volume", ["model.path=/models/a", "model.volume.existingClaim=c", "model.volume.source.nfs.server=s"]),
     ("router.replicas", ["router.replicas=1"]),
+    ("router.minReadyReplicas", ["router.minReadyReplicas=3"]),
+    ("router.flags", ["router.flags.drain-notice=1s"]),
     ("router.trustTenantHeader", ["router.trustTenantHeader=true", "networkPolicy.enabled=false"]),
     ("router.terminationGracePeriodSeconds", ["router.terminationGracePeriodSeconds=40"]),
     ("worker.terminationGracePeriodSeconds", ["worker.terminationGracePeriodSeconds=60"]),
@@ -492,6 +494,43 @@ def test_workers_of_one_pod_are_scraped_at_as_many_ports_as_fit_on_it(scenarios:
     assert [end["port"] for end in monitor] == list(ports)
     (rule,) = [r for r in one(objects, "NetworkPolicy", "-worker")["spec"]["ingress"] if "ports" in r]
     assert [(port["port"], port["endPort"]) for port in rule["ports"]] == [(first, first + 3)]
+
+
+def test_a_router_on_ray_serves_on_until_its_probe_has_failed(helm: Helm) -> None:
+    assert "--drain-notice" not in settings(helm.template("--set", "ray.mode=none"), "router"), "preStop does that"
+    for more, probed_s in (
+        ([], 4),
+        (["router.readinessProbe.periodSeconds=5", "router.readinessProbe.failureThreshold=3"], 15),
+    ):
+        objects = helm.template(*set_all(more))
+        assert int(settings(objects, "router")["--drain-notice"].removesuffix("s")) > probed_s
+        spec = pod(objects, "router")["spec"]
+        env = {item["name"]: item.get("value") for item in spec["containers"][0]["env"]}
+        node_s, drain_s = int(env["RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S"]), VALUES["router"]["drainDeadlineSeconds"]
+        assert node_s > drain_s + probed_s
+        assert spec["terminationGracePeriodSeconds"] > node_s + VALUES["router"]["preStopSeconds"]
+
+
+def test_the_controller_gives_a_worker_the_time_that_the_kubelet_would(helm: Helm) -> None:
+    objects = helm.template(*set_all([*RAY_WORKERS, "worker.startupDeadlineSeconds=1800"]))
+    assert desired(objects)["workers"]["start-deadline"] == "1800s"
+
+
+@pytest.mark.parametrize(
+    ("args", "least"),
+    [
+        (["worker.replicas=3"], 1),
+        (["worker.replicas=4"], 2),
+        (["worker.replicas=7"], 2),
+        (["worker.replicas=16"], 8),
+        (["worker.replicas=16", "router.minReadyReplicas=12"], 12),
+        (["worker.keda.enabled=true,worker.keda.serverAddress=http://p,worker.keda.minReplicas=4"], 2),
+        (["worker.keda.enabled=true,worker.keda.serverAddress=http://p,worker.keda.minReplicas=0"], 1),
+        ([*ON_RAY_SCALED, "worker.ray.autoscale.minReplicas=4", "worker.ray.nodes=8"], 2),
+    ],
+)
+def test_a_new_fleet_begins_with_half_of_its_workers(helm: Helm, args: list[str], least: int) -> None:
+    assert settings(helm.template(*set_all(args)), "router")["--min-ready-replicas"] == str(least)
 
 
 def test_kuberay_is_refused_where_it_is_not(helm: Helm) -> None:
