@@ -6,6 +6,7 @@ On one machine, so with one router node at a time: each has the ports of its pod
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 import shutil
 import subprocess
@@ -37,6 +38,7 @@ NODE_PORTS = (  # a pod's are its own; here they must differ from the head's
 
 STARTED = "Ray runtime started"
 MOST_RESTARTS = 5
+_releases = itertools.count()
 
 
 class Release:
@@ -154,7 +156,7 @@ def made(helm: Helm, *more: str) -> Iterator[Release]:
     own = [f"{name}={free_port()}" for name in (*PORTS, *RAY_PORTS)]
     flags = ["engine=simulated", "kv-blocks=512", "prewarm-deadline=5s", "decode-time=50ms"]
     values = [f"secretsPath={folder}/secrets", "ray.mode=static", "listenAddress=127.0.0.1", "worker.gpu.count=0"]
-    first = 20000 + os.getpid() % 100 * 110  # two runs on one machine do not meet
+    first = 20000 + os.getpid() % 50 * 220 + next(_releases) % 2 * 110  # neither two runs nor two releases meet
     values += [f"ray.ports.others={first}", f"ray.ports.workers={first + 10}"]
     objects = helm.template("--set", ",".join([*own, *values, *(f"worker.flags.{flag}" for flag in flags), *more]))
     release = Release(objects, folder)
