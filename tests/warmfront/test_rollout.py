@@ -112,8 +112,9 @@ def test_on_ray_workers_are_scaled_and_replaced_under_load_and_nobody_notices(
     with started(tmp_path, "--replicas", "2", "--heartbeat", "300ms") as up:
         up.wait_ready()
         replaced(cli, up, 3)
-        other = cli("rollout", "--set", "kv-blocks=300")  # with it the longest context changes
-        assert (other.exit_code, "max_model_len is 4800 here and 3200 in the fleet" in other.err) == (1, True)
+        assert cli("rollout", "--set", "kv-blocks=300").exit_code == 0, "with the fleet's longest context"
+        other = cli("rollout", "--set", "kv-blocks=100")  # which does not fit
+        assert (other.exit_code, "max_model_len is 1600 here and 3200 in the fleet" in other.err) == (1, True)
         assert up.stop() == 0
         up.assert_nothing_is_left()
 
