@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import random
 import time
+from array import array
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 from cache.adapter import Adapter
 from cache.retention import Retention
 from tests.worker.engine_bench import Answer, Bench
 from worker.batch import SamplingParams, SequenceSlice
+from worker.engine_core import CacheInUseError
 from worker.request import Failure
 
 NO_TOKEN = 1 << 20  # beyond every vocabulary: a step that is to favour it is raised out of the runner
@@ -150,7 +155,8 @@ async def answers_alone(bench: Bench, load: Load) -> list[Answer]:
 
 
 async def answers_in_a_crowd(bench: Bench, load: Load, in_flight: int) -> list[Answer]:
-    """Up to ``in_flight`` at once. When it returns the engine holds nothing any more."""
+    """Up to ``in_flight`` at once, while others ask about the cache. When it returns the engine holds nothing."""
+    meddling = asyncio.create_task(_meddle(bench, load))
     places = asyncio.Semaphore(in_flight)
 
     async def answer(ask: Ask) -> Answer:
@@ -165,9 +171,33 @@ async def answers_in_a_crowd(bench: Bench, load: Load, in_flight: int) -> list[A
             return one
 
     answers = await asyncio.gather(*map(answer, load.asks))
+    meddling.cancel()
     while bench.engine.snapshot().num_used_blocks or bench.engine.snapshot().waiting:
         await asyncio.sleep(0.01)
     return answers
+
+
+async def _meddle(bench: Bench, load: Load) -> None:
+    """Ask what an operator may ask, and leave before every second answer."""
+    rng, engine = random.Random(len(load.asks)), bench.engine
+
+    def explain(wish: dict[str, Any]) -> Future[Any]:
+        return engine.explain_cache(array("i", wish["token_ids"]), wish.get("adapter"), wish["cache_salt"])
+
+    while True:
+        asked: list[Callable[[], Future[Any]]] = [
+            partial(explain, rng.choice(load.wishes)),
+            partial(engine.eviction_of, rng.randrange(1 << 64)),
+            engine.cache_snapshot,
+            engine.reset_cache,
+        ]
+        future = rng.choice(asked)()
+        if rng.random() < 0.5:
+            future.cancel()
+        else:
+            with contextlib.suppress(CacheInUseError):
+                await asyncio.wrap_future(future)
+        await asyncio.sleep(rng.random() * 0.02)
 
 
 def check_equal(load: Load, crowd: Sequence[Answer], alone: Sequence[Answer]) -> None:
