@@ -63,13 +63,13 @@ class DeviceTier:
         """The index key that each of ``blocks`` follows."""
         return self._parent_keys[blocks]
 
-    def put(self, names: Sequence[BlockHash], blocks: list[int], keys: array[int], parent_key: int) -> list[bool]:
+    def put(self, names: Sequence[BlockHash], blocks: array[int], keys: array[int], parent_key: int) -> list[bool]:
         """``blocks`` hold ``names`` from here on, each after the one before it, the first after ``parent_key``.
 
         Says of each whether it is the first copy.
         """
         oldest = list(map(self._block_of.setdefault, names, blocks))
-        ids = np.frombuffer(array("i", blocks), dtype=np.int32)
+        ids = np.frombuffer(blocks, dtype=np.int32)
         # numpy would turn a list of bytes into a fixed-width string type, so the objects are put in one by one.
         objects = np.empty(len(blocks), dtype=object)
         objects[:] = names

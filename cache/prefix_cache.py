@@ -67,12 +67,12 @@ class Admission:
     """What a request got.
 
     ``num_cached_tokens`` need no computing, ``num_host_tokens`` of them come back from the host tier. ``block_ids`` is
-    the request's live table: ``append`` makes it longer, nothing ever changes an entry. What is to be copied for it is
-    in ``PrefixCache.take_copies``.
+    the request's live table, typecode "i", which numpy reads where it lies: ``append`` makes it longer, so keep no view
+    of it, and nothing ever changes an entry. What is to be copied for it is in ``PrefixCache.take_copies``.
     """
 
     num_cached_tokens: int
-    block_ids: list[int]
+    block_ids: array[int]
     num_host_tokens: int = 0
 
 
@@ -93,7 +93,7 @@ class Explanation:
 @dataclass(slots=True)
 class _Running:
     chain: BlockChain
-    block_ids: list[int]
+    block_ids: array[int]
     num_committed: int
     """Leading blocks that can be found."""
     num_prompt_blocks: int
@@ -280,22 +280,22 @@ class PrefixCache:
 
         self._pool.use(hits)
         self._was_hit[hits] = True
-        table: list[int] = hits.tolist()
+        table = array("i", hits.astype(np.int32).tobytes())
         returning = chain.hashes[num_on_device:num_hit]
         in_host = self._host.use(returning) if self._host is not None and returning else _NO_BLOCKS
         if num_copied:
             kept = np.array([source], dtype=np.int32)
             self._pool.use(kept)
-            table += self._take(num_new, request_id)
+            table.extend(self._take(num_new, request_id))
             self._queue_kept(self._pool.drop(kept))
             self._copies.append(BlockCopies([source], [table[num_hit]], num_copied))
         else:
-            table += self._take(num_new, request_id)
+            table.extend(self._take(num_new, request_id))
         num_cached = num_hit * size + num_copied
         running = _Running(chain, table, num_hit, len(chain.hashes), num_cached, tuple(retention), tenant)
         if self._host is not None and returning:
             self._copies.append(
-                BlockCopies(in_host.tolist(), table[num_on_device:num_hit], size, Tier.HOST, Tier.DEVICE)
+                BlockCopies(in_host.tolist(), table[num_on_device:num_hit].tolist(), size, Tier.HOST, Tier.DEVICE)
             )
             self._host.put_back(in_host, self._now)
             self._publish(running, num_on_device, num_hit)
@@ -319,7 +319,7 @@ class PrefixCache:
         running.chain.extend(token_ids)
         if num_new > 0:
             self._pass_time(now)
-            running.block_ids += self._take(num_new, request_id)
+            running.block_ids.extend(self._take(num_new, request_id))
         return True
 
     def renew(self, chain: BlockChain, now: float = 0.0) -> None:
@@ -381,7 +381,7 @@ class PrefixCache:
         if recompute:
             self._preempted[request_id] = None
         self._pass_time(now)
-        idle = self._pool.drop(np.frombuffer(array("i", running.block_ids), dtype=np.int32)[::-1])
+        idle = self._pool.drop(np.frombuffer(running.block_ids, dtype=np.int32)[::-1])
         is_kept = self._device.holds_hash[idle]
         if self._fronts is not None and not recompute and not running.collided:
             depth = running.num_committed

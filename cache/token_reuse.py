@@ -8,6 +8,7 @@ compared only with what has the same extra keys: never across a salt, an adapter
 from __future__ import annotations
 
 from array import array
+from collections.abc import Sequence
 from itertools import islice
 from typing import NamedTuple
 
@@ -52,7 +53,7 @@ class BlockFronts:
         """``block`` holds the whole block ``depth`` of ``chain``."""
         self._add(block, _child(chain, depth, len(chain)))
 
-    def add_partial(self, chain: BlockChain, depth: int, num_computed: int, table: list[int]) -> bool:
+    def add_partial(self, chain: BlockChain, depth: int, num_computed: int, table: Sequence[int]) -> bool:
         """Keep the last block of a request that ends, if its front is worth finding and nobody has it; whether it is.
 
         The request has ``depth`` whole blocks before it, and the KV of ``num_computed`` tokens in all.

@@ -78,7 +78,7 @@ class CacheMachine(RuleBasedStateMachine):
         if expected is None or admission is None:
             assert admission is expected
             return
-        assert (admission.num_cached_tokens, admission.block_ids, admission.num_host_tokens) == expected
+        assert (admission.num_cached_tokens, list(admission.block_ids), admission.num_host_tokens) == expected
         assert match <= admission.num_cached_tokens < len(tokens)
         self.num_query_tokens += len(tokens)
         self.num_hit_tokens += admission.num_cached_tokens

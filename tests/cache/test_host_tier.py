@@ -40,7 +40,7 @@ def test_what_the_device_evicts_comes_back_by_copies_and_is_told_by_tier() -> No
     assert (admission.num_cached_tokens, admission.num_host_tokens) == (8, 8)
     out, back = cache.take_copies()
     assert (out.source_tier, out.target_tier) == (DEVICE, HOST)
-    assert back == BlockCopies([2, 1], admission.block_ids[:2], 4, HOST, DEVICE)
+    assert back == BlockCopies([2, 1], list(admission.block_ids[:2]), 4, HOST, DEVICE)
     batch = cache.take_events()
     assert batch is not None
     assert batch.events[-1] == Stored(0, first, DEVICE)
@@ -56,7 +56,7 @@ def test_hits_on_the_device_go_before_those_in_host_memory() -> None:
     admission = cache.admit("d", chain(range(13)), 3)
     assert admission is not None
     assert (admission.num_cached_tokens, admission.num_host_tokens) == (12, 4)
-    assert admission.block_ids[:2] == [1, 2]
+    assert list(admission.block_ids[:2]) == [1, 2]
 
 
 def test_a_block_that_came_back_costs_no_copy_when_it_goes_again() -> None:

@@ -9,6 +9,7 @@ over strided heads cost up to twice as much, and fresh memory of that size costs
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -80,7 +81,7 @@ class TiledAttention:
 
     def _plan_chunk(self, span: Span) -> _Chunk:
         used = -(-span.num_keys // len(self._offsets))
-        gather = self._rows_of(torch.tensor(span.block_ids[:used]), span.num_keys)
+        gather = self._rows_of(torch.from_numpy(np.array(span.block_ids[:used], dtype=np.int64)), span.num_keys)
         return _Chunk(span.first_row, span.num_rows, span.num_keys, gather.to(self._device))
 
     def _plan_group(self, spans: Sequence[Span], num_rows: int) -> _DecodeGroup:
@@ -90,7 +91,7 @@ class TiledAttention:
         table = torch.full((len(spans), num_blocks), SCRATCH_BLOCK, dtype=torch.int64)
         for row, span in enumerate(spans):
             used = -(-span.num_keys // len(self._offsets))
-            table[row, :used] = torch.tensor(span.block_ids[:used])
+            table[row, :used] = torch.from_numpy(np.array(span.block_ids[:used], dtype=np.int64))
         lengths = torch.tensor([span.num_keys for span in spans])
         hidden = torch.arange(longest)[None, :] >= lengths[:, None]
         penalty = torch.zeros(hidden.shape, dtype=self._dtype).masked_fill_(hidden, _MASKED)
