@@ -41,7 +41,8 @@ test-slow: $(VENV)/.dev $(VENV)/.kernel test-triton ## real-model fuzz and chaos
 	@tools/install.sh triton .venv-triton "$(PYTHON)"
 
 .PHONY: test-triton
-test-triton: .venv-triton/.triton ## the CUDA attention kernel in Triton's interpreter, on the CPU
+test-triton: .venv-triton/.triton ## the CUDA attention kernels, without a GPU: compiled, and run by Triton's interpreter
+	.venv-triton/bin/python -m pytest --noconftest tests/worker/test_triton_compile.py
 	TRITON_INTERPRET=1 .venv-triton/bin/python -m pytest --noconftest tests/worker/test_attention.py -k triton
 	TRITON_INTERPRET=1 PYTHONPATH=.:proto .venv-triton/bin/python -P bench/gpu_check.py --quick --device cpu
 

@@ -2,6 +2,7 @@
 
 import math
 import os
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -24,6 +25,7 @@ CASES: dict[str, list[tuple[int, int]]] = {  # (rows, keys) of each sequence
     "a chunk on warm blocks": [(7, 71)],
     "several tiles": [(600, 650)],
     "decode rows of all lengths": [(1, 1), (1, 16), (1, 17), (1, 200), (1, 700), (1, 640)],
+    "decode rows far along": [(1, 2500), (1, 129), (1, 128)],
     "everything at once": [(1, 5), (1, 300), (20, 20), (3, 90), (1, 64)],
 }
 
@@ -132,9 +134,12 @@ def check_definition(
 
 @INTERPRETED
 @pytest.mark.parametrize("kept", ["auto", "int8", "fp8"])
-def test_a_sequence_alone_equals_itself_in_a_mixed_batch_bit_for_bit_in_the_triton_kernel(kept: str) -> None:
+@pytest.mark.parametrize(("rows", "num_keys"), [(20, 50), (1, 33), (1, 1500)])
+def test_a_sequence_alone_equals_itself_in_any_batch_bit_for_bit_in_the_triton_kernels(
+    kept: str, rows: int, num_keys: int
+) -> None:
     torch.manual_seed(2)
-    keys, values = random_pages(40, 2, 8, kept)
+    keys, values = random_pages(160, 2, 8, kept)
     backend: Any = make_backend(
         "triton",
         deterministic=False,
@@ -145,8 +150,20 @@ def test_a_sequence_alone_equals_itself_in_a_mixed_batch_bit_for_bit_in_the_trit
         dtype=torch.float32,
         device=CPU,
     )
-    queries = torch.randn(30, 6, 8)
-    one, others = Span(5, 20, 50, [3, 9, 1, 12]), [Span(0, 1, 70, range(20, 25)), Span(1, 4, 4, [7])]
-    alone = backend.attend(queries, keys, values, backend.plan([one], 30))
-    mixed = backend.attend(queries, keys, values, backend.plan([*others, one], 30))
-    assert torch.equal(alone[5:25], mixed[5:25])
+    queries = torch.randn(60, 6, 8)
+    one = Span(5, rows, num_keys, range(3, 3 + -(-num_keys // 16)))
+    decoding = [Span(30 + row, 1, 60 * row + 1, range(20 + row, 40 + row * 5)) for row in range(9)]
+    reading = [Span(0, 4, 4, [7]), Span(40, 15, 70, range(100, 105))]
+
+    def answer(*spans: Span) -> Tensor:
+        return backend.attend(queries, keys, values, backend.plan(spans, 60))[5 : 5 + rows]
+
+    alone = answer(one)
+    for batch in ([*decoding, one], [one, *reading], [*reading, *decoding, one]):
+        assert torch.equal(answer(*batch), alone)
+    if rows == 1:  # as a recorded step plans it
+        buffers = backend.decode_buffers(16, 200)
+        moved = replace(one, first_row=0)
+        backend.refill(buffers, [moved, *decoding[:2]], 4)
+        plan = backend.first_rows(buffers, 4)
+        assert torch.equal(backend.attend(queries[5:9], keys, values, plan)[:1], alone)
