@@ -72,7 +72,7 @@ class Choice:
     drawn: int | None = None  # the last token, not yet in the chain
     block_ids: Sequence[int] = ()
     order: tuple[float, int] = (0.0, 0)
-    seen: SeenTokens | None = None  # where its sampling penalises
+    seen: SeenTokens | None = None  # where its sampling penalises, from its first admission on
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,9 +142,6 @@ class Scheduler:
         self._num_arrived += 1
         priority = max(-MAX_PRIORITY, min(choice.priority, MAX_PRIORITY))
         choice.order = (choice.arrival_s + PRIORITY_S * priority, self._num_arrived)
-        if choice.sampling.penalises:
-            read = choice.prompt_token_ids if choice.sampling.repetition_penalty != 1.0 else ()
-            choice.seen = SeenTokens(read, choice.output_token_ids)
         insort(self._waiting, choice, key=_order)
         self._next_deadline_s = min(self._next_deadline_s, choice.deadline_s)
 
@@ -276,6 +273,9 @@ class Scheduler:
                 choice.num_cached = admission.num_cached_tokens
                 choice.num_from_host = admission.num_host_tokens
                 step.admitted.append(choice)
+                if choice.sampling.penalises:  # not before: as much as its prompt takes, and many may wait
+                    read = choice.prompt_token_ids if choice.sampling.repetition_penalty != 1.0 else ()
+                    choice.seen = SeenTokens(read, choice.output_token_ids)
             budget -= self._add_chunk(choice, budget, step)
 
     def _preempt(self, choice: Choice, now: float) -> None:
