@@ -18,6 +18,7 @@ from warmfront.preflight import find_model
 from warmfront.wishes import Wishes, cluster_options, find, key_of, wait
 
 _REPORT_MARGIN_S = 120.0  # for the controller to take up the file, and to roll back
+_TAKE_UP_S = 10.0  # for the controller to take up the file
 _NO_TEXT = (click.types.BoolParamType, click.types.IntParamType, click.types.FloatParamType)
 # What replicas must share to answer for each other: another value makes another fleet.
 _CONTRACT = (
@@ -73,6 +74,7 @@ def rollout(
         raise WrongUse("--undo goes back to what was: it takes no --model and no --set")
     with wishes.locked():
         current = wishes.read()
+        attempt = _workers_of(current).rollout.attempt  # of what was tried last, whatever has become of it
         before = _settle(wishes, current)
         if undo:
             if before is None:
@@ -89,7 +91,7 @@ def rollout(
             change_settings(workers, model, changes)
             rules = workers.setdefault(key_of(workers, "rollout"), {})
             rules |= {key_of(rules, name): value for name, value in given.items() if value is not None}
-            rules["attempt"] = int(rules.get("attempt", 0)) + 1
+            rules["attempt"] = attempt + 1
             wishes.keep_before(current)
         try:
             wishes.write(content)
@@ -108,6 +110,10 @@ def rollout(
             raise
         if why is not None and not undo:
             wishes.write(current)  # what is wanted is again what runs
+            restored = _workers_of(current).revision
+            wait(
+                lambda: wishes.workers().get("revision") == restored, _TAKE_UP_S
+            )  # so that the same can be tried again
         wishes.forget_before()
         if why is not None:
             raise why
