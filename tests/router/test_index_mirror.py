@@ -160,13 +160,15 @@ class Mirrored:
 async def mirrored(redis_url: str, fleet: str, seed: int = 0, max_blocks: int = 1_000_000) -> AsyncIterator[Mirrored]:
     one = Mirrored(redis_url, fleet, random.Random(seed), max_blocks)
     task = asyncio.create_task(one.mirror.run())
-    yield one
-    one.mirror.stop()
-    task.cancel()
-    await asyncio.gather(task, return_exceptions=True)
-    for worker in one.workers.values():
-        await worker.stop()
-    await one.client.aclose()
+    try:
+        yield one
+    finally:
+        one.mirror.stop()
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+        for worker in one.workers.values():
+            await worker.stop()
+        await one.client.aclose()
 
 
 async def xadd(one: Mirrored, replica: str, entry_id: str, data: bytes) -> None:
@@ -370,16 +372,22 @@ async def test_an_engine_whose_events_never_fit_costs_few_snapshots(redis_url: s
     async with mirrored(redis_url, "unfit") as one:
         worker = await one.boot("w0")
         started_s = time.monotonic()
-        for number in range(100):
-            keys = worker.scheme.keys([number // 2] * BLOCK)  # each block is told twice
-            data = encode_batch(EventBatch("w0", worker.generation, number + 1, (Stored(0, keys),)))
-            await xadd(one, "w0", f"{number + 1}-0", data)
+        runs: list[Stored] = []
+        for seq in range(1, 201):
+            run = Stored(0, worker.scheme.keys([seq // 2] * BLOCK))  # each block is told twice
+            if not runs or runs[-1].keys != run.keys:
+                runs.append(run)
+            snapshot = encode_snapshot(Snapshot("w0", worker.generation, seq, tuple(runs)))
+            await one.client.set(one.keys.snapshot("w0", worker.generation), snapshot)
+            await xadd(one, "w0", f"{seq}-0", encode_batch(EventBatch("w0", worker.generation, seq, (run,))))
             lease = worker.lease()
-            lease.heartbeat, lease.cache.last_seq, lease.cache.resident_hashes = number + 1, number + 1, number // 2 + 1
+            lease.heartbeat, lease.cache.last_seq, lease.cache.resident_hashes = seq, seq, len(runs)
             await one.client.set(one.keys.replica("w0"), lease.SerializeToString())
-            await one.client.zadd(one.keys.replicas, {"w0": number})
+            await one.client.zadd(one.keys.replicas, {"w0": seq})
             await one.look()
-        await until(lambda: one.num_batches("contradicted") >= 40)
+            await asyncio.sleep(0.005)
+        await until(lambda: one.mirror.applied_seq("w0") == 200)
+        assert one.num_batches("contradicted") >= 40
         assert one.metrics.index_resyncs._value.get() <= 1 + (time.monotonic() - started_s) / 10
 
 

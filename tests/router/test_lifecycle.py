@@ -227,7 +227,7 @@ async def test_a_router_that_was_ready_stays_so_when_events_are_lost_and_redis_g
 
 
 async def test_a_router_stays_ready_while_replicas_join(cluster: Cluster) -> None:
-    await cluster.add_worker("w0")
+    await cluster.add_worker("w0", lease_s=10.0)
     router = await cluster.add_router()
     reasons: list[str] = []
 
@@ -238,7 +238,7 @@ async def test_a_router_stays_ready_while_replicas_join(cluster: Cluster) -> Non
 
     watching = asyncio.create_task(watch())
     for number in range(1, 5):
-        await cluster.add_worker(f"w{number}")
+        await cluster.add_worker(f"w{number}", lease_s=10.0)
         await until(lambda: len(router.fleet.ready) == len(cluster.workers))
     await until(lambda: router.fleet.mirror.mode == "live")
     watching.cancel()
