@@ -59,6 +59,12 @@ sum(rate(warmfront_worker_prefix_cache_hits_tokens_total{ {{- .pods -}} }[{{ .wi
   annotations:
     summary: Workers differ from their fleet and get no traffic.
     description: "`warmfront status` names what differs."
+- alert: WarmfrontReplicaHung
+  expr: max(warmfront_router_replicas_hung{ {{- $router -}} }) > 0
+  for: 30s
+  annotations:
+    summary: A worker's engine stands still in one step.
+    description: "`warmfront status` names it. Requests go to others; after two minutes it ends and is started again. Is its device ill?"
 - alert: WarmfrontNoReplicaReady
   expr: max(warmfront_router_replicas_ready{ {{- $router -}} }) == 0
   for: 1m
