@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from array import array
 from collections import OrderedDict
+from collections.abc import Iterator
 from typing import NamedTuple, TypeAlias
 
 import numpy as np
@@ -19,6 +20,7 @@ from cache.block_hash import BlockHash, HashScheme, extra_keys, pack_keys
 
 _MAX_BYTES = 64 << 20  # about 9 million tokens in long runs of 16-token blocks
 _RUN_BYTES = 800  # of Python's own per run
+_TOKENS_AT_ONCE = 8192  # half a millisecond
 
 _Name: TypeAlias = tuple[BlockHash, str, Adapter | None, bytes]  # hash before, salt, adapter, tokens of the first block
 
@@ -36,7 +38,7 @@ class _Run(NamedTuple):
 class ChainMemo:
     """The index keys of prompts under one hash scheme. Forgets the runs that were used least recently."""
 
-    __slots__ = ("_block_bytes", "_max_bytes", "_runs", "_scheme", "num_bytes", "num_hashed_blocks")
+    __slots__ = ("_block_bytes", "_max_bytes", "_runs", "_scheme", "blocks_at_once", "num_bytes", "num_hashed_blocks")
 
     def __init__(self, scheme: HashScheme, max_bytes: int = _MAX_BYTES) -> None:
         self.num_hashed_blocks = 0
@@ -44,32 +46,37 @@ class ChainMemo:
         self._scheme = scheme
         self._max_bytes = max_bytes
         self._block_bytes = 4 * scheme.block_size
+        self.blocks_at_once = max(1, _TOKENS_AT_ONCE // scheme.block_size)
         self._runs: OrderedDict[_Name, _Run] = OrderedDict()
 
     def keys(self, token_ids: bytes, cache_salt: str = "", adapter: Adapter | None = None) -> array[int]:
         """Keys of the full blocks of packed little-endian uint32 ids. ``ValueError`` for an id above 2**31 - 1."""
+        keys = array("Q")
+        for part in self.parts(token_ids, cache_salt, adapter):
+            keys += part
+        return keys
+
+    def parts(self, token_ids: bytes, cache_salt: str = "", adapter: Adapter | None = None) -> Iterator[array[int]]:
+        """The same in parts: a caller can do something else before the next ``blocks_at_once`` are hashed."""
         size, hash_bytes = self._block_bytes, len(self._scheme.root)
         end = len(token_ids) - len(token_ids) % size
         parent, salt, start = self._scheme.root, cache_salt, 0  # a salt stands in block 0 alone
-        keys = array("Q")
         followed: list[_Name] = []
         while start < end:
             name = (parent, salt, adapter, token_ids[start : start + size])
             run = self._runs.get(name)
             if run is None:
-                keys += self._learn(name, token_ids[start:end])
-                break
+                run = self._learn(name, token_ids[start : min(end, start + self.blocks_at_once * size)])
             num_same = _num_same(run.token_ids, token_ids, start) // size
-            keys += run.keys[:num_same]
+            yield run.keys[:num_same]
             parent, salt = run.hashes[(num_same - 1) * hash_bytes : num_same * hash_bytes], ""
             start += num_same * size
             followed.append(name)
         for name in reversed(followed):  # nobody comes to a run whose front is forgotten, so that goes last
             if name in self._runs:
                 self._runs.move_to_end(name)
-        return keys
 
-    def _learn(self, name: _Name, token_ids: bytes) -> array[int]:
+    def _learn(self, name: _Name, token_ids: bytes) -> _Run:
         """Hash whole blocks in one go, and keep them as a run."""
         parent, salt, adapter, _ = name
         extra = extra_keys(len(token_ids) // 4, self._scheme.block_size, lora=adapter, cache_salt=salt)
@@ -79,7 +86,7 @@ class ChainMemo:
         self.num_bytes += run.num_bytes
         while self.num_bytes > self._max_bytes:
             self.num_bytes -= self._runs.popitem(last=False)[1].num_bytes
-        return run.keys
+        return run
 
 
 def _num_same(ours: bytes, theirs: bytes, start: int) -> int:

@@ -31,6 +31,9 @@ class ChatTemplate:
         self._special_tokens = special_tokens
         try:
             self._template = environment.from_string(source)
+            self._template.globals = dict(
+                self._template.globals
+            )  # copied for each rendering, which a ChainMap makes slow
         except jinja2.TemplateSyntaxError as error:
             raise UnsupportedError(f"the model's chat template does not compile: {error}") from error
 

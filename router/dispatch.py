@@ -137,7 +137,7 @@ class Dispatcher:
             lora_version=adapter.version if adapter is not None else "",
         )
         num_tokens = len(packed) // 4
-        keys = self._keys(call)
+        keys = await self._keys(call)
         now = time.monotonic()
         caches, passed_over = self._eligible.find(call, {}, now)
         decision = None
@@ -195,7 +195,7 @@ class Dispatcher:
         Close the iterator to give up: the replica is told at once. Raises ``RouterError``.
         """
         deadline_s = work.arrived_s + work.timeout_s
-        keys = self._keys(work.call)
+        keys = await self._keys(work.call)
         self._metrics.prompt_tokens.inc(work.num_tokens)
         may_move = self._config.continue_streams and _can_move(work.call.sampling)
         delivered: list[bytes] = []
@@ -233,7 +233,8 @@ class Dispatcher:
                 return  # it died between the last message and the status
             if not may_move or route.was_continued or failure.status in CLIENT_STATUSES:
                 raise _broken_off(failure, replica)
-            work, keys = self._continued(work, delivered)
+            work = _continued(work, delivered)
+            keys = await self._keys(work.call)
             route.was_continued = True
             self._metrics.failovers.inc()
 
@@ -259,16 +260,6 @@ class Dispatcher:
             if self._eligible.has_other(attempt.work.call, attempt.excluded, now):
                 attempt.leave(hung.detail)
 
-    def _continued(self, work: Work, delivered: list[bytes]) -> tuple[Work, array[int]]:
-        """The rest of an answer as a request of its own: what was delivered is context now, and counts as output."""
-        output = b"".join(inference_pb2.GenerateResponse.FromString(message).token_ids for message in delivered)
-        call = worker_pb2.WorkerGenerateRequest()
-        call.CopyFrom(work.call)
-        call.token_ids += output
-        call.num_prior_output_tokens = len(output) // 4
-        rest = replace(work, call=call, num_tokens=len(call.token_ids) // 4)
-        return rest, self._keys(rest.call)
-
     def _first_token(self, work: Work, route: Route, now: float) -> None:
         if route.first_token_s is None:
             route.first_token_s = now - work.arrived_s
@@ -276,14 +267,20 @@ class Dispatcher:
                 route.record.ttft_s = route.first_token_s
             self._metrics.ttft_seconds.observe(route.first_token_s)
 
-    def _keys(self, call: worker_pb2.WorkerGenerateRequest) -> array[int]:
+    async def _keys(self, call: worker_pb2.WorkerGenerateRequest) -> array[int]:
         """Index keys of the prompt's full blocks; hashed here and nowhere else in the router."""
         chains = self._fleet.chains
         if chains is None or not any(cache.prefix_caching for cache in self._fleet.ready_caches.values()):
             return array("Q")
         if call.sampling.HasField("prompt_logprobs"):
             return array("Q")  # each of its prompt tokens is computed, whatever is cached
-        return chains.keys(call.token_ids, call.cache_salt, adapter_of(call))
+        keys, num_hashed = array("Q"), chains.num_hashed_blocks
+        for part in chains.parts(call.token_ids, call.cache_salt, adapter_of(call)):
+            keys += part
+            if len(part) == chains.blocks_at_once and chains.num_hashed_blocks > num_hashed:
+                await asyncio.sleep(0)  # a long prompt at first sight: others have their turn in between
+                num_hashed = chains.num_hashed_blocks
+        return keys
 
     async def _admit(
         self, work: Work, keys: array[int], excluded: Mapping[str, Absence], route: Route, deadline_s: float
@@ -409,6 +406,16 @@ class Dispatcher:
         await asyncio.sleep(self._rng.uniform(0, _RETRY_JITTER_S))
         if time.monotonic() >= deadline_s:
             raise DeadlineError("the request's deadline passed before its first token")
+
+
+def _continued(work: Work, delivered: list[bytes]) -> Work:
+    """The rest of an answer as a request of its own: what was delivered is context now, and counts as output."""
+    output = b"".join(inference_pb2.GenerateResponse.FromString(message).token_ids for message in delivered)
+    call = worker_pb2.WorkerGenerateRequest()
+    call.CopyFrom(work.call)
+    call.token_ids += output
+    call.num_prior_output_tokens = len(output) // 4
+    return replace(work, call=call, num_tokens=len(call.token_ids) // 4)
 
 
 def _is_whole(last_message: bytes) -> bool:

@@ -96,6 +96,7 @@ class HttpFront:
             access_log=False,
             lifespan="off",
             server_header=False,
+            proxy_headers=False,  # nobody asks for a client's address
             http=guarded(config.body_timeout_s, config.stall_timeout_s, self._stalled, lambda: self._is_draining),
             ws="none",
             timeout_keep_alive=75,

@@ -12,7 +12,6 @@ import numpy as np
 from warmfront_pb.v1 import inference_pb2, worker_pb2
 
 from common.limits import (
-    DEFAULTS,
     MAX_CHOICES,
     MAX_LOGPROBS,
     MAX_RETENTIONS,
@@ -89,13 +88,10 @@ async def prompt_ids(request: inference_pb2.GenerateRequest, model: ModelProfile
 def complete_sampling(
     asked: inference_pb2.SamplingParams, model: ModelProfile, num_tokens: int, rng: random.Random
 ) -> inference_pb2.SamplingParams:
-    """``asked`` with every default filled in: the model's own first, then ours. Raises ``InvalidRequestError``."""
+    """``asked`` with every default filled in. Raises ``InvalidRequestError``."""
     sampling = inference_pb2.SamplingParams()
     sampling.CopyFrom(model.defaults)
     sampling.MergeFrom(asked)
-    for name, value in (*DEFAULTS.items(), ("top_k", 0), ("n", 1)):
-        if not sampling.HasField(name):
-            setattr(sampling, name, value)
     room = model.max_model_len - num_tokens
     if not asked.HasField("max_tokens"):
         sampling.max_tokens = min(room, model.defaults.max_tokens) if model.defaults.HasField("max_tokens") else room
@@ -122,9 +118,10 @@ def _check_chat(chat: inference_pb2.Chat) -> None:
 
 
 def _check_sampling(sampling: inference_pb2.SamplingParams, model: ModelProfile) -> None:
-    for name, range_ in RANGES.items():
-        if sampling.HasField(name) and not range_.allows(value := getattr(sampling, name)):
-            raise _invalid(name, f"is {value:g}: use {range_}")
+    for field, value in sampling.ListFields():
+        range_ = RANGES.get(field.name)
+        if range_ is not None and not range_.allows(value):
+            raise _invalid(field.name, f"is {value:g}: use {range_}")
     if sampling.HasField("max_tokens") and not sampling.max_tokens:
         raise _invalid("max_tokens", "is 0: use at least 1")
     if sampling.HasField("n") and not 1 <= sampling.n <= MAX_CHOICES:

@@ -1,10 +1,16 @@
 """The served model as a router needs it: built from what a worker tells, so that routers read no model files."""
 
+import asyncio
+from typing import Any
+
 from warmfront_pb.v1 import inference_pb2, worker_pb2
 
+from common.limits import DEFAULTS
 from router.chat import ChatTemplate
 from router.errors import TOO_LONG, InvalidRequestError, UnsupportedError
 from router.segments import SegmentedEncoder, pack_ids
+
+_INLINE_MESSAGES = 256  # 3 us each: a longer chat is rendered in a thread
 
 
 class ModelProfile:
@@ -15,7 +21,9 @@ class ModelProfile:
         self.contract = model.contract
         self.max_model_len = model.max_model_len
         self.vocab_size = model.vocab_size
-        self.defaults = model.defaults
+        ours: dict[str, Any] = {**DEFAULTS, "top_k": 0, "n": 1}
+        self.defaults = inference_pb2.SamplingParams(**ours)
+        self.defaults.MergeFrom(model.defaults)
         try:
             self.encoder = SegmentedEncoder(model.tokenizer_json)
         except Exception as error:  # the library raises bare Exception
@@ -37,7 +45,11 @@ class ModelProfile:
             raise InvalidRequestError(
                 f"messages: model {self.name!r} has no chat template: send a plain prompt", param="messages"
             )
-        return await self._encode(self._chat.render(chat.messages, chat.continue_final_message), "messages")
+        if len(chat.messages) <= _INLINE_MESSAGES:
+            text = self._chat.render(chat.messages, chat.continue_final_message)
+        else:
+            text = await asyncio.to_thread(self._chat.render, chat.messages, chat.continue_final_message)
+        return await self._encode(text, "messages")
 
     async def _encode(self, text: str, param: str) -> bytes:
         if len(text) > self._max_chars:  # megabytes would take seconds, in which nobody else is served

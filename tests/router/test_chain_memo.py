@@ -62,6 +62,14 @@ def test_the_oldest_is_forgotten_and_a_front_after_all_that_stands_on_it() -> No
     assert memo.num_hashed_blocks == num_hashed + 10
 
 
+def test_a_long_prompt_is_hashed_in_parts_of_which_a_caller_may_let_time_pass() -> None:
+    memo, ids = ChainMemo(SCHEME), list(range(20_000))
+    counts = [(len(part), memo.num_hashed_blocks) for part in memo.parts(pack_ids(ids))]
+    assert counts == [(2048, 2048), (2048, 4096), (904, 5000)]
+    assert memo.keys(pack_ids(ids)) == SCHEME.keys(ids)
+    assert memo.num_hashed_blocks == 5000
+
+
 def test_salts_and_adapters_never_meet() -> None:
     memo = ChainMemo(SCHEME)
     packed = pack_ids(list(range(192)))
