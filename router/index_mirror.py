@@ -38,7 +38,7 @@ _FIRST_RETRY_S, _LAST_RETRY_S = 0.1, 2.0
 _ENOUGH_TRIES = 5  # a router whose Redis never holds a snapshot serves all the same
 _MAX_GAP = 1 << 20  # events between two looks; a number beyond that is nobody's of ours
 _STRANGE_AFTER_BEATS = 5  # of a replica that has not come as far as what stands in its stream
-_DOUBT_PERIOD_S = 10.0  # between snapshots for events that contradict what stands here: its engine may be at fault
+_FIRST_DOUBT_S, _LAST_DOUBT_S = 10.0, 600.0  # between snapshots for contradicting events: the engine may be at fault
 _WANTED_MS = 10_000
 _SKIP_S = 1.0
 
@@ -70,6 +70,7 @@ class _Feed:
     strange_seq: int | None = None  # events from this number on are somebody else's, until a lease reaches it
     doubted_seq: int | None = None  # what stood here before this event was wrong
     doubt_at_s: float = 0.0  # when that may next be a reason for a snapshot
+    doubt_pause_s: float = _FIRST_DOUBT_S
 
     @property
     def is_due(self) -> bool:
@@ -141,7 +142,8 @@ class IndexMirror:
         if feed.is_due:
             return
         if feed.doubted_seq is not None and feed.doubt_at_s <= time.monotonic():
-            feed.doubt_at_s = time.monotonic() + _DOUBT_PERIOD_S
+            feed.doubt_at_s = time.monotonic() + feed.doubt_pause_s
+            feed.doubt_pause_s = min(2 * feed.doubt_pause_s, _LAST_DOUBT_S)
             self._need_snapshot(feed, feed.doubted_seq, f"event {feed.doubted_seq} contradicts what stood here")
             return
         if last_seq > applied:
