@@ -29,6 +29,7 @@ READY = common_pb2.READY
 _COMPARED_FIELDS = [field.name for field in common_pb2.Contract.DESCRIPTOR.fields]
 _READ_TIMEOUT_S = 2.0
 _MAX_LOST = 256
+_YOUNG = 0.75  # of a lease
 _M = TypeVar("_M", bound=Message)
 
 
@@ -40,6 +41,7 @@ class Replica:
     seen_s: float  # on the membership's clock
     fault: str = ""  # why this router refuses it
     restarts: int = 0  # boots before this one that ended without having been asked to
+    has_left: bool = False  # its lease was taken away, and did not run out
 
     @property
     def id(self) -> str:
@@ -87,8 +89,8 @@ class Membership:
         """Redis did not answer, or takes no writes: time stops for the leases until it does."""
         self._observed_s = None
 
-    def observe(self, leases: Iterable[common_pb2.ReplicaLease], now: float) -> Changes:
-        """Redis answered with these leases."""
+    def observe(self, leases: Iterable[common_pb2.ReplicaLease], now: float, is_emptied: bool = False) -> Changes:
+        """Redis answered with these leases. ``is_emptied``: it has lost them, for all that is known."""
         if self._observed_s is not None:
             # A pause of this process is nobody else's fault: it may not eat a whole lease.
             self._online_s += min(now - self._observed_s, self._lease_s / 2)
@@ -100,6 +102,12 @@ class Membership:
             self._take(lease, changes)
         for replica in list(self.replicas.values()):
             lease_s = replica.lease.lease_ms / 1000 or self._lease_s
+            if replica.id in present:
+                replica.has_left = False
+            elif (
+                self.lease_age_s(replica) < _YOUNG * lease_s and not is_emptied
+            ):  # it would have stood there for longer
+                replica.has_left = True
             if replica.lease.state == common_pb2.GONE or self.lease_age_s(replica) > lease_s:
                 changes.left.append(self.replicas.pop(replica.id))
                 self._note_end(replica)
@@ -133,7 +141,8 @@ class Membership:
 
     def _note_end(self, replica: Replica) -> None:
         """Remember one that was not asked to go: should it come back, that was a restart."""
-        was_asked = replica.lease.state in (common_pb2.DRAINING, common_pb2.GONE) and not replica.lease.fault
+        is_leaving = replica.has_left or replica.lease.state in (common_pb2.DRAINING, common_pb2.GONE)
+        was_asked = is_leaving and not replica.lease.fault
         self._lost.pop(replica.id, None)
         if not was_asked:
             self._lost[replica.id] = replica
@@ -212,7 +221,7 @@ class Registry:
             self.membership.contract_fault = self._accept_contract(contract)
         if not is_writable:
             self.membership.redis_is_away()
-        return self.membership.observe(leases, now)
+        return self.membership.observe(leases, now, is_emptied=contract is None)
 
     async def _read(self) -> tuple[common_pb2.Contract | None, list[common_pb2.ReplicaLease]]:
         found: Any = await self._client.zrange(self._keys.replicas, 0, -1)

@@ -92,18 +92,22 @@ def test_a_boot_after_one_that_ended_unasked_is_a_restart_and_after_a_drain_it_i
     members.observe([lease(1, generation="g1")], now=0)
     members.observe([lease(1, generation="g2")], now=1)
     assert members.replicas["w0"].restarts == 1
-    for second in range(2, 9):  # its lease runs out
-        members.observe([], now=second)
+    for second in range(2, 9):  # its lease runs out, in Redis a moment before it does here
+        members.observe([lease(1, generation="g2")] if second < 6 else [], now=second)
     assert "w0" not in members.replicas
     members.observe([lease(1, generation="g3")], now=9)
     assert members.replicas["w0"].restarts == 2
     for second in range(10, 17):  # silent for too long, then heard again: the same boot
-        members.observe([], now=second)
+        members.observe([lease(1, generation="g3")] if second < 14 else [], now=second)
     members.observe([lease(9, generation="g3")], now=17)
     assert members.replicas["w0"].restarts == 2
     members.observe([lease(10, generation="g3", state=common_pb2.DRAINING)], now=18)
     members.observe([lease(1, generation="g4")], now=19)
     assert members.replicas["w0"].restarts == 0, "somebody wanted another one there"
+    for second in range(20, 28):  # drained so fast that only its absence was seen
+        members.observe([], now=second)
+    members.observe([lease(1, generation="g5")], now=28)
+    assert members.replicas["w0"].restarts == 0
 
 
 def test_a_lease_of_an_older_generation_is_ignored() -> None:
