@@ -340,6 +340,8 @@ def test_workers_on_ray_are_placed_and_drain_with_their_node(helm: Helm) -> None
         release.start_worker_node()
         release.until(release.is_ready, "a router is ready, for a worker is")
         release.complete(prompt="to a worker on Ray", max_tokens=2)
+        metrics = f"http://{POD_IP}:{port(release.spec('worker'), 'metrics-0')}/metrics"
+        assert "warmfront_worker_" in httpx.get(metrics).raise_for_status().text
         node = release.running.pop("worker")
         node.terminate()
         node.wait(timeout=GUARD_S)
