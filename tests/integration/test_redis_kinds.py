@@ -19,6 +19,7 @@ from redis.exceptions import RedisError
 from common.redis_client import connect_redis
 from router.config import RouterConfig
 from router.main import Router
+from router.registry import LeaseReader
 from tests.fakes.authority import Authority, Pair
 from tests.fakes.redis_servers import ClusterOf3, Server, Watched, free_port, servers, wait_until
 from worker.config import WorkerConfig
@@ -380,6 +381,9 @@ async def test_the_documented_rights_suffice_for_each_part_and_no_more_than_that
                     await fleet.complete("once upon a time there was another " * 4)
                     await asyncio.sleep(0.1)
         await fleet.until_the_index_is_true()
+        leases = await asyncio.to_thread(LeaseReader(url("reader"), None, "acl").read)  # the controller's
+        assert leases is not None
+        assert {lease.replica for lease in leases} == {"w0", "w1"}
         source = RedisSource(url("reader"), "acl")
         await source.sets()
         await source.pressure()
