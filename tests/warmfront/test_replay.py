@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import random
 import subprocess
 import sys
@@ -230,6 +231,15 @@ def test_a_mooncake_prompt_has_one_block_per_id_and_a_partial_last_one(tmp_path:
     assert len(set(small[1].keys)) == 64
     with pytest.raises(WrongUse, match="--block-size 24"):
         name_blocks(turns, HashScheme(block_size=24))
+
+
+def test_names_made_of_counted_ids_are_spread_as_hashes_are(tmp_path: Path) -> None:
+    """The index takes a key's low bits for its place: 4,096 of them fill 1 - 1/e of as many places."""
+    ids = list(range(4096))
+    line = {"timestamp": 0, "input_length": 512 * 4096, "output_length": 1, "hash_ids": ids}
+    (job,) = name_blocks(read_trace(mooncake(tmp_path / "trace.jsonl", line)), HashScheme(block_size=512))
+    assert len({key % 4096 for key in job.keys}) == pytest.approx(4096 * (1 - 1 / math.e), rel=0.05)
+    assert 0 not in job.keys and len(set(job.keys)) == 4096
 
 
 def test_answers_without_ids_take_room_and_leave_blocks_that_nobody_hits() -> None:

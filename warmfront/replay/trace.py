@@ -17,13 +17,16 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any, TypeAlias
 
+import numpy as np
+import numpy.typing as npt
+
 from cache.block_hash import BlockChain, BlockHash, HashScheme, TokenIds, pack_keys
 from warmfront.errors import WrongUse
 
 MOONCAKE_BLOCK_SIZE = 512
 _LAST_GAP_S = 3.0  # of a Mooncake trace, whose clock ticks every 3 s: how long its last tick lasts
 _NAME_BYTES = 8
-_nobodys_names = itertools.count(1 << 63)
+_nobodys_numbers = itertools.count(1 << 63)
 
 Encode: TypeAlias = Callable[[dict[str, Any]], "array[int]"]
 """From a line with ``text`` or ``messages`` to token ids."""
@@ -83,10 +86,11 @@ class NamedChain(BlockChain):
         end = self._num_tokens // self.scheme.block_size
         self.hashes += self._job.all_hashes[start:end]
         self.keys += self._job.all_keys[start:end]
-        while len(self.hashes) < end:  # of an answer whose tokens nobody knows
-            name = next(_nobodys_names)
-            self.hashes.append(name.to_bytes(_NAME_BYTES, "big"))
-            self.keys.append(name)
+        num_nameless = end - len(self.hashes)
+        if num_nameless > 0:  # of an answer whose tokens nobody knows
+            names = _names(np.fromiter(_nobodys_numbers, dtype=np.uint64, count=num_nameless))
+            self.hashes += names
+            self.keys += pack_keys(names)
 
 
 def read_trace(path: Path, encode: Encode | None = None, limit: int | None = None) -> list[Turn]:
@@ -193,13 +197,26 @@ def _name(turn: Turn, scheme: HashScheme) -> Job:
     num_prompt_blocks = turn.num_tokens // scheme.block_size
     if turn.token_ids is None:
         per_id = MOONCAKE_BLOCK_SIZE // scheme.block_size
-        hashes = [
-            (hash_id * per_id + part).to_bytes(_NAME_BYTES, "big")
-            for hash_id in turn.hash_ids
-            for part in range(1, per_id + 1)  # from 1 on: key 0 is the root's
-        ][:num_prompt_blocks]
+        firsts = np.array(turn.hash_ids, dtype=np.uint64) * np.uint64(per_id)
+        parts = np.arange(1, per_id + 1, dtype=np.uint64)  # from 1 on: key 0 is the root's
+        hashes = _names((firsts[:, None] + parts).reshape(-1)[:num_prompt_blocks])
     else:
         answer = turn.output_token_ids
         hashes = scheme.block_hashes(turn.token_ids + answer if answer else turn.token_ids)
     keys = pack_keys(hashes)
     return Job(turn=turn, keys=keys[:num_prompt_blocks], all_hashes=hashes, all_keys=keys)
+
+
+def _names(numbers: npt.NDArray[np.uint64]) -> list[BlockHash]:
+    """A name for each number, all different and as evenly spread as hashes are: the index counts on that.
+
+    The mixing is that of SplitMix64 (Steele, Lea and Flood, OOPSLA 2014), which is one to one and keeps 0 for 0 alone.
+    """
+    mixed = numbers.copy()
+    mixed ^= mixed >> np.uint64(30)
+    mixed *= np.uint64(0xBF58476D1CE4E5B9)
+    mixed ^= mixed >> np.uint64(27)
+    mixed *= np.uint64(0x94D049BB133111EB)
+    mixed ^= mixed >> np.uint64(31)
+    packed = mixed.astype(">u8").tobytes()
+    return [packed[start : start + _NAME_BYTES] for start in range(0, len(packed), _NAME_BYTES)]
