@@ -1,6 +1,6 @@
 """Placement rules over many loads, in virtual time: mean TTFT of each beside the best of its cell.
 
-    python -P bench/placement_matrix.py [--full] [--rules a,b] [--cells tenants] [--mooncake TRACE] [--jobs 2]
+    python -P bench/placement_matrix.py [--full] [--rules a,b] [--cells tenants] [--mooncake TRACE] [--jobs 2] [--live]
 
 A cell is a load, a number of replicas, a cache size and a way to send: a closed loop with 4 requests in flight per
 replica, or an open one at a share of what the fleet sustains. Rules are the router's policies and, for comparison
@@ -8,6 +8,10 @@ alone, four others with the same knowledge: `wait+3miss`; llm-d's scorers (prefi
 default profile) with pending entries; the default without eviction (`b=0`); and (1.5 + 0.5 L) with b = 3. Each runs
 with 3 seeds of load and ties (--full: 5, and all cells). Prints one JSON line per cell and rule, then one per rule with
 geometric means of the ratios to the best rule of each cell. Cells of the Mooncake trace need that file.
+
+Lines with ``goal`` say what was wished for, what came of it and whether that is enough (``goal_met``): of the default
+over all cells; at the frontier of hits and balance (tenants, 8 replicas, 40 %, 32 in flight); there with three routers
+beside one; and with --live there over the wire beside the virtual clock (10 minutes, and two cores for itself).
 """
 
 from __future__ import annotations
@@ -20,7 +24,7 @@ import random
 import runpy
 import sys
 from array import array
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -28,6 +32,7 @@ from typing import Any
 
 from cache.block_hash import HashScheme
 from router.policy import POLICIES, Ask, Candidate, Cost, Decision, Policy, marginal_costs
+from warmfront.replay.live import run_live
 from warmfront.replay.settings import Settings
 from warmfront.replay.simulation import Outcome, open_loop_speed, oracle_hit_rate, simulate
 from warmfront.replay.trace import Job, Turn, name_blocks, read_trace
@@ -37,6 +42,7 @@ tenants_load = runpy.run_path(str(Path(__file__).parent / "traces" / "tenants.py
 
 DECODE_S = 1e-4
 FIRST_SEED = 8
+LIVE_TIME_SCALE, LIVE_TIES = 100.0, 5
 Score = Callable[[Ask, Candidate, Cost], float]
 
 
@@ -48,12 +54,18 @@ class Cell:
     open_share: float | None = None  # None: closed loop
     times: int = 1  # of the tenants load: so many of it side by side
     in_flight: int | None = None
+    routers: int = 1
 
     @property
     def name(self) -> str:
         sending = f"open {self.open_share:.0%}" if self.open_share else f"closed {self.in_flight or 4 * self.replicas}"
         times = f" x{self.times}" if self.times > 1 else ""
-        return f"{self.load}{times}, {self.replicas} replicas, {self.cache_percent} %, {sending}"
+        routers = f", {self.routers} routers" if self.routers > 1 else ""
+        return f"{self.load}{times}, {self.replicas} replicas, {self.cache_percent} %, {sending}{routers}"
+
+
+FRONTIER = Cell(load="tenants", replicas=8, cache_percent=40)  # hits against balance, and the goals below
+SEVERAL_ROUTERS = replace(FRONTIER, routers=3)
 
 
 def default_cells() -> list[Cell]:
@@ -223,6 +235,7 @@ def prepare(cell: Cell, seed: int, mooncake: Path | None) -> Prepared:
         decode_s=DECODE_S,
         max_num_batched_tokens=2048 if cell.load == "conversation" else 512,  # its prompts have 12,000 tokens
         in_flight=cell.in_flight,
+        num_routers=cell.routers,
     )
     if cell.open_share is not None:
         settings = replace(settings, speed=open_loop_speed(jobs, scheme, settings, cell.open_share))
@@ -282,6 +295,57 @@ def _geometric_mean(values: Sequence[float]) -> float:
     return math.exp(sum(map(math.log, values)) / len(values))
 
 
+# Goals
+
+
+def _goal(name: str, value: float, *, at_most: float | None = None, at_least: float | None = None) -> dict[str, Any]:
+    bound = {"at_most": at_most} if at_most is not None else {"at_least": at_least}
+    is_met = value <= at_most if at_most is not None else at_least is not None and value >= at_least
+    return {"goal": name, "value": round(value, 4), **bound, "goal_met": is_met}
+
+
+def matrix_goals(line: dict[str, Any], num_cells: int) -> Iterator[dict[str, Any]]:
+    """Of the default's line of the summary, which compares it with every other rule that ran."""
+    where = f"mean TTFT beside the best rule's, {num_cells} cells"
+    yield _goal(f"{where}: geometric mean", line["ttft_ms_ratio"], at_most=1.05)
+    yield _goal(f"{where}: the worst", line["worst_ttft_ratio"], at_most=1.4)
+
+
+def frontier_goals(rows: Mapping[str, dict[str, Any]]) -> Iterator[dict[str, Any]]:
+    """Of the rows of the frontier's cell, by rule: as many of the goals as there are rules for."""
+    for rule, least_hits, most_imbalance in (("warmfront", 0.96, 1.1), ("warmfront_sticky", 0.98, 1.15)):
+        if rule in rows:
+            where = f"frontier, {rule}"
+            yield _goal(f"{where}: hits of the oracle's", rows[rule]["hit_of_oracle"], at_least=least_hits)
+            yield _goal(f"{where}: prefill imbalance", rows[rule]["prefill_imbalance"], at_most=most_imbalance)
+    if {"warmfront", "longest_prefix"} <= rows.keys():
+        ours, theirs = rows["warmfront"], rows["longest_prefix"]
+        for figure, what, most in (("p95_ms", "p95 of TTFT", 0.85), ("makespan_s", "makespan", 0.9)):
+            name = f"frontier, warmfront beside longest_prefix: {what}"
+            yield _goal(name, ours[figure] / theirs[figure], at_most=most)
+
+
+def routers_goals(one: dict[str, Any], several: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    """Of the default's rows with one router and with several that clients take in turn."""
+    where = f"{SEVERAL_ROUTERS.routers} routers beside one"
+    yield _goal(f"{where}: mean TTFT", several["ttft_ms"] / one["ttft_ms"], at_most=1.1)
+    yield _goal(f"{where}: hits", several["hit_of_oracle"] / one["hit_of_oracle"], at_least=0.98)
+
+
+def live_goals(prepared: Prepared) -> Iterator[dict[str, Any]]:
+    """Of one run over the wire beside the mean of those under the virtual clock, which differ by their ties."""
+    virtual = [
+        simulate(prepared.jobs, prepared.scheme, replace(prepared.settings, seed=seed)) for seed in range(LIVE_TIES)
+    ]
+    turns = [job.turn for job in prepared.jobs]
+    live = run_live(turns, prepared.scheme.block_size, prepared.settings, LIVE_TIME_SCALE)
+    yield {"live": FRONTIER.name, **_figures([(live, prepared.oracle_hit_rate)])}
+    for name, share in (("p50", 0.5), ("p95", 0.95)):
+        expected_s = sum(outcome.ttft_quantile_s(share) for outcome in virtual) / len(virtual)
+        off = abs(live.ttft_quantile_s(share) / expected_s - 1)
+        yield _goal(f"live beside virtual: {name} of TTFT, how far off", off, at_most=0.05)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description="Placement rules over many loads, in virtual time.")
     parser.add_argument("--full", action="store_true", help="all cells, 5 tie seeds")
@@ -289,20 +353,42 @@ def main() -> None:
     parser.add_argument("--cells", default="", help="only cells whose name contains this")
     parser.add_argument("--mooncake", type=Path, help="Mooncake's conversation_trace.jsonl")
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1)
+    parser.add_argument("--live", action="store_true", help="the frontier's cell over the wire too")
     options = parser.parse_args()
     rules = options.rules.split(",") if options.rules else list(RULES)
     cells = [cell for cell in (full_cells() if options.full else default_cells()) if options.cells in cell.name]
     if options.mooncake is None:
         print("no --mooncake trace: cells of the conversation trace are left out", file=sys.stderr)
         cells = [cell for cell in cells if cell.load != "conversation"]
+    num_seeds = 5 if options.full else 3
+    has_frontier = FRONTIER in cells and "warmfront" in rules
     rows: list[dict[str, Any]] = []
     with ProcessPoolExecutor(options.jobs) as pool:
-        runs = [pool.submit(run_cell, cell, rules, 5 if options.full else 3, options.mooncake) for cell in cells]
+        runs = [pool.submit(run_cell, cell, rules, num_seeds, options.mooncake) for cell in cells]
+        if has_frontier:
+            several = pool.submit(run_cell, SEVERAL_ROUTERS, ["warmfront"], num_seeds, None)
         for run in runs:
             for row in run.result():
                 rows.append(row)
-                print(json.dumps(row), flush=True)
-    for line in summary(rows, rules):
+                say(row)
+        summaries = list(summary(rows, rules))
+        for line in summaries:
+            say(line)
+        for line in summaries:
+            if line["rule"] == "warmfront" and len(rules) > 1:
+                say(*matrix_goals(line, len(cells)))
+        if has_frontier:
+            frontier = {row["rule"]: row for row in rows if row["cell"] == FRONTIER.name}
+            say(*frontier_goals(frontier))
+            (row,) = several.result()
+            say(row, *routers_goals(frontier["warmfront"], row))
+    if has_frontier and options.live:
+        prepared = prepare(FRONTIER, FIRST_SEED, None)
+        say(*live_goals(prepared))
+
+
+def say(*lines: dict[str, Any]) -> None:
+    for line in lines:
         print(json.dumps(line), flush=True)
 
 

@@ -116,6 +116,16 @@ def test_an_open_loop_keeps_the_times_of_the_trace() -> None:
     assert outcome.makespan_s == pytest.approx(1.1)
 
 
+def test_a_router_hears_of_another_ones_request_a_millisecond_later() -> None:
+    def requests_of(gap_s: float) -> list[int]:
+        """Of two sessions that have one home, sent through two routers."""
+        jobs = name_blocks([turn([n] * 10, session=f"{n}", at_s=at_s) for n, at_s in ((0, 0.0), (3, gap_s))], SCHEME)
+        return simulate(jobs, SCHEME, Settings(num_replicas=2, kv_blocks=20, speed=1.0, num_routers=2)).requests_of
+
+    assert requests_of(0.0009) == [0, 2]
+    assert requests_of(0.0011) == [1, 1]
+
+
 def test_a_load_share_of_one_brings_requests_as_fast_as_the_fleet_takes_them() -> None:
     jobs = name_blocks([turn([n] * 10, session=f"{n}", at_s=float(n)) for n in range(101)], SCHEME)
     fleet = Settings(num_replicas=1, kv_blocks=20, prefill_tokens_per_s=100)

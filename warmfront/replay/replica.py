@@ -58,6 +58,7 @@ class Replica:
             settings.kv_blocks + 1, scheme, replica=name, generation="0", num_host_blocks=settings.host_kv_blocks
         )
         self.num_computed_tokens = 0  # of prompts
+        self._computed_s = 0.0  # the steps that did that took so long
         self.ends_at_s: float | None = None
         step_tokens = max(settings.max_num_batched_tokens, settings.max_num_seqs)
         self._settings = settings
@@ -66,6 +67,11 @@ class Replica:
         self._step: Step | None = None  # under way
         self._began_at_s = 0.0
         self._num_steps = 0  # over 0: so many are under way that only make answers longer
+
+    @property
+    def prefill_tokens_per_s(self) -> float:
+        """What its lease says of its speed; 0 before it has computed anything."""
+        return self.num_computed_tokens / self._computed_s if self._computed_s else 0.0
 
     def add(self, flight: Flight, now: float) -> None:
         """A request has arrived: it joins the next step."""
@@ -109,7 +115,9 @@ class Replica:
         took_s += num_host_tokens / self._settings.host_tokens_per_s
         if num_tokens > step.num_prefill_tokens:
             took_s += self._settings.decode_s
-        self.num_computed_tokens += step.num_prefill_tokens
+        if step.num_prefill_tokens:
+            self.num_computed_tokens += step.num_prefill_tokens
+            self._computed_s += took_s
         self.ends_at_s = now + took_s
 
     def end(self, now: float) -> StepResult:

@@ -7,6 +7,7 @@ once per heartbeat; what one router has sent, the others hear some milliseconds 
 from __future__ import annotations
 
 import heapq
+import math
 import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -34,8 +35,11 @@ Progress = Callable[[int], None]
 
 _PROGRESS_STEP = 64
 _BOOT = "0"
-STEPS_PERIOD_S = 0.004  # a router tells the others what it has done; as in ``router.shared_load``
-STEPS_DELAY_S = 0.001  # and so much later they know
+# As in ``router.shared_load``: a router tells what it does at once, and after that not for a while; what it has told
+# reaches the others, who listen at once, and after that not for a while.
+STEPS_PERIOD_S = 0.004
+STEPS_DELAY_S = 0.001
+READ_PERIOD_S = 0.002
 
 
 @dataclass(slots=True)
@@ -152,6 +156,9 @@ class _Router:
         self.index = PrefixIndex()
         self.loads = LoadBook()
         self.peers = PeerLoads(self.loads, self.name, _BOOT)
+        self.told_at_s = -math.inf  # the others, for the last time
+        self.reads_at_s = 0.0  # what they tell, at the earliest
+        self.unread: list[router_pb2.DispatchBatch] = []
         rng = random.Random(f"{settings.seed} {number}")
         self.placement = Placement(self.index, self.loads, settings.policy, rng, rules)
 
@@ -290,17 +297,27 @@ class Simulation:
         """What a router has done reaches the others with what else it does until then."""
         if router.name not in self._telling:
             self._telling.add(router.name)
-            self._at(self._now + STEPS_PERIOD_S, lambda at: self._tell(router, at))
+            self._at(max(self._now, router.told_at_s + STEPS_PERIOD_S), lambda at: self._tell(router, at))
 
     def _tell(self, router: _Router, now: float) -> None:
         self._telling.remove(router.name)
+        router.told_at_s = now
         assert router.loads.journal is not None
         batch = batch_of(router.name, _BOOT, router.loads.journal.take())
         self._at(now + STEPS_DELAY_S, lambda at: self._hear(batch, at))
 
     def _hear(self, batch: router_pb2.DispatchBatch, now: float) -> None:
-        for router in self.routers:  # its own steps a router leaves out
+        for router in self.routers:
+            if router.name != batch.router:
+                router.unread.append(batch)
+                if len(router.unread) == 1:
+                    self._at(max(now, router.reads_at_s), partial(self._read, router))
+
+    def _read(self, router: _Router, now: float) -> None:
+        for batch in router.unread:
             router.peers.take(batch, now)
+        router.unread.clear()
+        router.reads_at_s = now + READ_PERIOD_S
 
     def _beat(self, now: float) -> None:
         """The leases that have come due."""
@@ -308,6 +325,8 @@ class Simulation:
             return
         for name, replica in self.replicas.items():
             self._views[name].lru_age_s = replica.cache.lru_age_s(now)
+            for router in self.routers:
+                router.loads.model.suggest(replica.prefill_tokens_per_s)
         self._beat_at_s = now + self._settings.heartbeat_s
 
     def _apply(self, replica: str, batch: EventBatch, now: float) -> None:
