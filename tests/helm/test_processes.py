@@ -71,7 +71,9 @@ EXISTING = {
     "clients-ca": {"ca.crt": b""},
     "wf-warmfront-worker-tls": {"tls.crt": b"", "tls.key": b"", "ca.crt": b""},
     "wf-warmfront-router-tls": {"tls.crt": b"", "tls.key": b"", "ca.crt": b""},
-    "warmfront-redis": {"url": b"rediss://user:password@redis.data.svc:6380/0"},
+    "warmfront-redis": {
+        f"{name}url": b"rediss://user:password@redis.data.svc:6380/0" for name in ("", "router-", "worker-", "reader-")
+    },
 }
 
 
