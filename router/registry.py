@@ -29,7 +29,7 @@ READY = common_pb2.READY
 _COMPARED_FIELDS = [field.name for field in common_pb2.Contract.DESCRIPTOR.fields]
 _READ_TIMEOUT_S = 2.0
 _MAX_LOST = 256
-_YOUNG = 0.75  # of a lease
+_YOUNG = 0.5  # of a lease
 _M = TypeVar("_M", bound=Message)
 
 

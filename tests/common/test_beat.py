@@ -29,9 +29,10 @@ async def test_a_loop_that_hangs_is_seen_and_one_that_turns_again_is_well(tmp_pa
     beat = Beat(tmp_path / "alive")
     server = MetricsServer(CollectorRegistry(), lambda: "", beat.why_dead, address="127.0.0.1", port=0)
     beating = asyncio.create_task(beat.run())
-    await asyncio.sleep(0.1)
-    assert (beat.why_dead(), why_dead(tmp_path / "alive")) == ("", "")
-    assert await asyncio.to_thread(healthz, server.port) == (200, "ok\n")
+    while not (tmp_path / "alive").exists() or why_dead(tmp_path / "alive") or beat.why_dead():
+        await asyncio.sleep(0.05)
+    while await asyncio.to_thread(healthz, server.port) != (200, "ok\n"):
+        await asyncio.sleep(0.05)
     seen: list[tuple[str, str, tuple[int, str]]] = []
 
     def look() -> None:
@@ -44,8 +45,8 @@ async def test_a_loop_that_hangs_is_seen_and_one_that_turns_again_is_well(tmp_pa
     looking.start()
     looking.join()  # here, in the loop
     inside, outside, (code, _) = seen[0]
-    assert "its event loop has not turned for 3 s" in inside
-    assert "its event loop has not turned for 3 s" in outside
+    assert "its event loop has not turned for" in inside
+    assert "its event loop has not turned for" in outside
     assert code == 503
     while beat.why_dead():
         await asyncio.sleep(0.05)

@@ -173,8 +173,8 @@ def test_the_controller_replaces_a_router_whose_servers_hang_while_ray_still_ans
         wait_for(lambda: part(status(), "router-0")["state"] == "READY")
         pid = part(status(), "router-0")["pid"]
         ray.get(ray.get_actor(f"hung/router/router-0/{group.revision}").hang.remote())
-        wait_for(lambda: "its event loop has not turned" in part(status(), "router-0").get("error", ""))
         wait_for(lambda: part(status(), "router-0")["restarts"] == 1)
+        assert "its event loop has not turned" in part(status(), "router-0")["why_ended"]
         wait_for(lambda: part(status(), "router-0")["state"] == "READY" and part(status(), "router-0")["pid"] != pid)
 
 

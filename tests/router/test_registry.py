@@ -98,7 +98,7 @@ def test_a_boot_after_one_that_ended_unasked_is_a_restart_and_after_a_drain_it_i
     members.observe([lease(1, generation="g3")], now=9)
     assert members.replicas["w0"].restarts == 2
     for second in range(10, 17):  # silent for too long, then heard again: the same boot
-        members.observe([lease(1, generation="g3")] if second < 14 else [], now=second)
+        members.observe([lease(1, generation="g3")] if second < 13 else [], now=second)
     members.observe([lease(9, generation="g3")], now=17)
     assert members.replicas["w0"].restarts == 2
     members.observe([lease(10, generation="g3", state=common_pb2.DRAINING)], now=18)

@@ -7,6 +7,7 @@ import json
 import struct
 import threading
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -76,8 +77,8 @@ def store() -> Iterator[str]:
         yield f"redis://127.0.0.1:{server.port}/0"
 
 
-@pytest.fixture
-def running(store: str, tmp_path: Path) -> Iterator[Running]:
+@contextmanager
+def worker_of(store: str, tmp_path: Path, prefill_tokens_per_s: float = 2000.0) -> Iterator[Running]:
     token_file = tmp_path / "token"
     token_file.write_text(TOKEN)
     config = WorkerConfig(
@@ -88,12 +89,18 @@ def running(store: str, tmp_path: Path) -> Iterator[Running]:
         kv_blocks=64,
         token_reuse=False,
         worker_token=TOKEN,
-        prefill_tokens_per_s=2000.0,
+        prefill_tokens_per_s=prefill_tokens_per_s,
     )
     worker, thread, loop = run_worker(config)
     yield Running(store, worker.replica.address, str(token_file))
     loop.call_soon_threadsafe(worker.drain, 0.0)
     thread.join(30)
+
+
+@pytest.fixture
+def running(store: str, tmp_path: Path) -> Iterator[Running]:
+    with worker_of(store, tmp_path) as one:
+        yield one
 
 
 @pytest.fixture
@@ -197,14 +204,16 @@ def test_the_exit_code_says_how_it_ended(
     assert (result.exit_code, words in result.err, result.err.count("warmfront: --") <= 1) == (code, True, True)
 
 
-def test_a_fleet_that_has_too_much_to_do_gets_its_worker_at_once(cli: Cli, hot: None, running: Running) -> None:
+def test_a_fleet_that_has_too_much_to_do_gets_its_worker_at_once(
+    cli: Cli, hot: None, store: str, tmp_path: Path
+) -> None:
     lease = common_pb2.ReplicaLease(replica="w9", generation="1", state=common_pb2.READY)
     lease.load.waiting_tokens, lease.load.prefill_tokens_per_s = 100_000, 1000
-    with redis.Redis.from_url(running.redis) as client:
+    with redis.Redis.from_url(store) as client, worker_of(store, tmp_path, prefill_tokens_per_s=2.0) as slow:
         client.zadd("wf:{default}:replicas", {"w9": int(client.time()[0]) * 1000})
         client.set("wf:{default}:replica:w9", lease.SerializeToString())
-    arguments = ("prewarm", "--target", running.address, "--redis", running.redis)
-    result = cli(*arguments, "--worker-token-file", running.token_file, "--min-hit-rate", "1")
+        arguments = ("prewarm", "--target", slow.address, "--redis", store)
+        result = cli(*arguments, "--worker-token-file", slow.token_file, "--min-hit-rate", "1")
     assert (result.exit_code, "100.0 s of prefill wait" in result.out) == (0, True), result.err
 
 
