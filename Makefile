@@ -44,7 +44,7 @@ test-slow: $(VENV)/.dev $(VENV)/.kernel test-triton ## real-model fuzz and chaos
 test-triton: .venv-triton/.triton ## the CUDA attention kernels, without a GPU: compiled, and run by Triton's interpreter
 	.venv-triton/bin/python -m pytest --noconftest tests/worker/test_triton_compile.py
 	TRITON_INTERPRET=1 .venv-triton/bin/python -m pytest --noconftest tests/worker/test_attention.py -k triton
-	TRITON_INTERPRET=1 PYTHONPATH=.:proto .venv-triton/bin/python -P bench/gpu_check.py --quick --device cpu
+	TRITON_INTERPRET=1 PYTHONPATH=.:proto .venv-triton/bin/python -P bench/gpu_check.py --device cpu --limit-s 1200
 
 soak: $(VENV)/.dev ## leaks and drift (hours; SOAK_SCALE=0.15 shortens it)
 	$(RUN) pytest -m soak --timeout 0 $(ARGS)

@@ -1,23 +1,30 @@
 """What a CUDA machine must show before anybody says that warmfront runs on CUDA. At most six minutes.
 
-    python bench/gpu_check.py [--quick] [--device cuda]
+    PYTHONPATH=.:proto python -P bench/gpu_check.py [--quick] [--device cuda:1] [--limit-s 350]
 
 Checks every attention backend against the definition of attention, the whole model and LoRA adapters against the
-float32 CPU run, and the copies to host memory and back against what each block should hold, then prints the table of
-``bench/engine.py`` for a random model of 1B shape (Llama 3.2) beside the floors that bandwidth and FLOP/s set. One JSON
-line each; the exit code is 1 when a check fails. Needs torch, numpy, safetensors and, for the paged kernel, triton: no
+float32 CPU run, what bfloat16 and small KV name as the next token, decode graphs, and the copies to host memory and
+back against what each block should hold. Then prints the table of ``bench/engine.py`` for a random model of 1B shape
+(Llama 3.2) beside the floors that bandwidth and FLOP/s set. One JSON line each, the last one with what failed and what
+there was no time for. Exit codes: 0, 1 when a check fails, 3 when the time was over before all checks had been made; a
+step that does not come back is cut off by name. Needs torch, numpy, safetensors and, for the paged kernels, triton: no
 ray, redis, cbor2, gguf or tokenizer.
-With ``TRITON_INTERPRET=1 --device cpu --quick`` the checks alone run in Triton's interpreter.
+With ``TRITON_INTERPRET=1 --device cpu`` the checks run in Triton's interpreter, without the table.
 """
 
 import argparse
+import contextlib
 import json
 import math
+import os
 import random
 import sys
+import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +45,8 @@ from worker.plan import activation_bytes
 
 GREEDY = SamplingParams(temperature=0)
 BLOCK_SIZE = 16
+LIMIT_S, LAST_BEGIN_S = 350.0, 40.0  # six minutes with the start of Python; no step begins so shortly before the end
+EXIT_FAILED, EXIT_LATE = 1, 3
 SMALL = ModelConfig(
     architecture="LlamaForCausalLM",
     num_layers=4,
@@ -64,11 +73,59 @@ BILLION = replace(
     rope=RopeConfig(theta=500_000.0),
 )
 CASES: dict[str, list[tuple[int, int]]] = {  # (rows, keys) of each sequence
-    "decode": [(1, 1), (1, 17), (1, 700), (1, 64)],
+    "decode": [(1, 1), (1, 17), (1, 1500), (1, 64)],  # the longest is walked in several parts
     "prefill": [(130, 130)],
     "chunk on warm blocks": [(33, 500)],
     "mixed": [(1, 90), (40, 40), (3, 257), (1, 16)],
 }
+
+
+Step = tuple[str, Callable[[], bool | None]]
+
+
+class Steps:
+    """Runs one step after the other for as long as there is time, and never longer.
+
+    A step's work answers False where a check fails. What it raises fails it, and nothing else.
+    """
+
+    def __init__(self, steps: Sequence[Step]) -> None:
+        self._steps = steps
+        self._running: int | None = None
+        self.failed: list[str] = []
+        self.skipped: list[str] = []
+
+    def run(self, limit_s: float) -> None:
+        """Ends this process where a step has not ended in time."""
+        last_begin_s = time.monotonic() + limit_s - LAST_BEGIN_S
+        watchdog = threading.Timer(limit_s, self._cut_off)
+        watchdog.daemon = True
+        watchdog.start()
+        for number, (name, work) in enumerate(self._steps):
+            if time.monotonic() > last_begin_s:
+                self.skipped.append(name)
+                continue
+            self._running = number
+            try:
+                sound = work()
+            except Exception as error:
+                print(json.dumps({"step": name, "error": f"{type(error).__name__}: {error}"}), flush=True)
+                sound = False
+            if sound is False:
+                self.failed.append(name)
+        watchdog.cancel()
+        self._summary()
+
+    def _cut_off(self) -> None:
+        assert self._running is not None
+        first, *others = (name for name, _ in self._steps[self._running :])
+        self.skipped = [f"{first} (cut off)", *others]
+        self._summary()
+        os._exit(EXIT_LATE)
+
+    def _summary(self) -> None:
+        passed = not (self.failed or self.skipped)
+        print(json.dumps({"passed": passed, "failed": self.failed, "skipped": self.skipped}), flush=True)
 
 
 def random_weights(config: ModelConfig, dtype: torch.dtype, device: torch.device) -> LoadedModel:
@@ -186,33 +243,75 @@ def _attention_error(
         dtype=dtype,
         device=device,
     )
-    out = backend.attend(queries, keys, values, backend.plan(spans, row))
+    with on_device(device):
+        out = backend.attend(queries, keys, values, backend.plan(spans, row))
     wanted = torch.cat([by_definition(queries, keys, values, span) for span in spans])
     return float((out.double() - wanted).abs().max())
 
 
+def on_device(device: torch.device) -> Any:
+    """Where Triton is called directly; the runner sees to it itself."""
+    return torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()
+
+
+def small_runner(
+    device: torch.device, dtype: torch.dtype = torch.float32, *, attention: str = "auto", **more: Any
+) -> ModelRunner:
+    """The small model with the same weights everywhere: CUDA would draw others, so they are drawn on the CPU."""
+    loaded = random_weights(SMALL, torch.float32, torch.device("cpu"))
+    weights = {name: one.to(device, dtype) for name, one in loaded.weights.items()}
+    moved = replace(loaded, device=device, dtype=dtype, weights=weights)
+    more = {"num_blocks": 20, "cpu_kernel": False} | more
+    return ModelRunner(moved, block_size=BLOCK_SIZE, attention=attention, **more)
+
+
+def scores_of(runner: ModelRunner, prompt: Sequence[int]) -> Tensor:
+    """Scores at all 100 positions: a whole prompt's beginning, a chunk on warm blocks, a decode row, a short chunk."""
+    parts = [
+        runner.all_logits(StepBatch(slices=[_slice(prompt[start:stop], start, range(1, 20), None)]))
+        for start, stop in pairwise((0, 60, 97, 98, 100))
+    ]
+    return torch.cat(parts).cpu()
+
+
 def check_model(names: Sequence[str], device: torch.device) -> bool:
-    """Logits of a small model on ``device`` against the CPU, whole, in chunks and with decode rows."""
+    """Logits of a small model on ``device`` against the CPU."""
     sound, prompt = True, [(index * 7 + index * index) % 1000 for index in range(100)]
-    batches = [[(0, 60)], [(60, 97)], [(97, 98)], [(98, 100)]]
-
-    def logits(runner: ModelRunner) -> Tensor:
-        parts = [
-            runner.all_logits(StepBatch(slices=[_slice(prompt[start:stop], start, range(1, 20), None)]))
-            for ((start, stop),) in batches
-        ]
-        return torch.cat(parts).cpu()
-
-    cpu = torch.device("cpu")
-    wanted = logits(ModelRunner(random_weights(SMALL, torch.float32, cpu), num_blocks=20, block_size=BLOCK_SIZE))
+    wanted = scores_of(small_runner(torch.device("cpu")), prompt)
     for name in names:
-        loaded = random_weights(SMALL, torch.float32, cpu)  # CUDA draws other random numbers
-        moved = replace(loaded, device=device, weights={key: one.to(device) for key, one in loaded.weights.items()})
-        error = float(
-            (logits(ModelRunner(moved, num_blocks=20, block_size=BLOCK_SIZE, attention=name)) - wanted).abs().max()
-        )
+        error = float((scores_of(small_runner(device, attention=name), prompt) - wanted).abs().max())
         sound &= error <= 1e-3
         emit(f"model logits {name} float32", "max abs error", value=error, limit=1e-3)
+    return sound
+
+
+def check_greedy(names: Sequence[str], device: torch.device, num_prompts: int) -> bool:
+    """Where float32 is sure of its next token (a lead of 2**-6 of it), bfloat16 names the same, as often as on the CPU.
+
+    The same for int8 and fp8 KV. A random model spreads its scores thinly, so that two points fewer still pass.
+    """
+    prompts = [
+        [(index * 7 + index * index * step + step) % 1000 for index in range(100)] for step in range(1, num_prompts + 1)
+    ]
+    cpu = torch.device("cpu")
+
+    def scores(runner: ModelRunner) -> Tensor:
+        return torch.cat([scores_of(runner, prompt) for prompt in prompts])
+
+    exact = scores(small_runner(cpu))
+    first, second = exact.topk(2, dim=-1).values.unbind(dim=-1)
+    is_sure = first - second > first.abs() * 2**-6
+
+    def same(runner: ModelRunner) -> float:
+        return float((scores(runner).argmax(dim=-1) == exact.argmax(dim=-1))[is_sure].float().mean())
+
+    sound = True
+    for kept in ("auto", "int8", "fp8"):
+        limit = same(small_runner(cpu, torch.bfloat16, kv_cache_dtype=kept)) - 0.02
+        for name in names:
+            value = same(small_runner(device, torch.bfloat16, attention=name, kv_cache_dtype=kept))
+            sound &= value >= limit
+            emit(f"greedy token {name} bfloat16, KV {kept}", f"of {int(is_sure.sum())}", value=value, limit=limit)
     return sound
 
 
@@ -230,9 +329,7 @@ def check_lora(device: torch.device) -> bool:
     prompt = [(index * 7 + index * index) % 1000 for index in range(60)]
 
     def logits(on: torch.device) -> Tensor:
-        loaded = random_weights(SMALL, torch.float32, torch.device("cpu"))
-        moved = replace(loaded, device=on, weights={key: one.to(on) for key, one in loaded.weights.items()})
-        runner = ModelRunner(moved, num_blocks=20, block_size=BLOCK_SIZE)
+        runner = small_runner(on)
         for name, files in adapters.items():
             runner.add_adapter(name, runner.lora_reader(64)(*files)[0])
         parts = []
@@ -289,21 +386,19 @@ def check_decode_graphs(device: torch.device) -> bool:
 
     On a CPU nothing can be recorded: the work behind the recordings runs anew each time, padded and planned as on CUDA.
     """
-    loaded = random_weights(SMALL, torch.float32, torch.device("cpu"))
-    moved = replace(loaded, device=device, weights={key: one.to(device) for key, one in loaded.weights.items()})
-    runner = ModelRunner(moved, num_blocks=64, block_size=BLOCK_SIZE, attention="triton", max_num_seqs=12)
+    runner = small_runner(device, attention="triton", num_blocks=64, max_num_seqs=12)
     prompts = [[(index * 7 + row) % 1000 for index in range(20 + 9 * row)] for row in range(11)]
     free = iter(range(1, 64))
     tables = [[next(free) for _ in range(len(prompt) // BLOCK_SIZE + 1)] for prompt in prompts]
     record = None if device.type == "cuda" else _rerun
-    with torch.inference_mode():
+    with torch.inference_mode(), on_device(device):
         runner._graphs = runner.make_decode_graphs(record)
     worst = 0.0
     for rows in (1, 3, 5, 11):
         for prompt, table in zip(prompts[:rows], tables, strict=False):
             runner.all_logits(StepBatch(slices=[_slice(prompt, 0, table, None)]))
         step = [_slice([7], len(prompt), table, GREEDY) for prompt, table in zip(prompts[:rows], tables, strict=False)]
-        with torch.inference_mode():
+        with torch.inference_mode(), on_device(device):
             recorded = runner._recorded_logits(step)
             assert recorded is not None
             recorded = recorded.clone()
@@ -331,75 +426,115 @@ def check_memory(device: torch.device) -> bool:
     return measured > 0
 
 
-def figures(names: Sequence[str], device: torch.device) -> None:
-    size = 8192
-    a = torch.randn(size, size, device=device, dtype=torch.bfloat16)
-    flops = 2 * size**3 / timed(lambda: a @ a, device)
-    big = torch.ones(2**28, device=device, dtype=torch.bfloat16)
-    bandwidth = big.numel() * 2 / timed(lambda: big.sum(), device)
-    emit("floor: bf16 matmul 8192", "TFLOP/s", value=flops / 1e12)
-    emit("floor: memory read", "GB/s", value=bandwidth / 1e9)
-    _host_figures(device)
-    for name in names:
-        _figures_of(name, device, flops, bandwidth)
+class Figures:
+    """The table. ``floors`` comes first: the others stand beside what it measured."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._flops = self._bandwidth = math.nan
+        self._prompt = [(index * 31 + index * index) % 128_000 for index in range(8000)]
+
+    def floors(self) -> None:
+        size = 8192
+        a = torch.randn(size, size, device=self._device, dtype=torch.bfloat16)
+        self._flops = 2 * size**3 / self._timed(lambda: a @ a)
+        big = torch.ones(2**28, device=self._device, dtype=torch.bfloat16)
+        self._bandwidth = big.numel() * 2 / self._timed(lambda: big.sum())
+        emit("floor: bf16 matmul 8192", "TFLOP/s", value=self._flops / 1e12)
+        emit("floor: memory read", "GB/s", value=self._bandwidth / 1e9)
+
+    def prefill(self, name: str, kept: str = "auto") -> None:
+        """Cold, with all but 32 tokens cached, and cut into chunks."""
+        runner, blocks = self._runner(name, kept), range(1, 300)
+        label = name if kept == "auto" else f"{name}, KV {kept}"
+        for length in (512, 2048, 4096):
+            floor = 2 * BILLION.num_parameters * length / self._flops
+            took = self._timed(partial(_prefill, runner, self._prompt[:length], 0, blocks))
+            emit(f"{label}: TTFT cold {length}", "ms", value=took * 1e3, floor=floor * 1e3, ratio=took / floor)
+            took = self._timed(partial(_prefill, runner, self._prompt[:length], length - 32, blocks))
+            emit(f"{label}: TTFT warm {length}", "ms", value=took * 1e3)
+        chunked = self._timed(partial(_prefill, runner, self._prompt[:2048], 0, blocks, 512))
+        whole = self._timed(partial(_prefill, runner, self._prompt[:2048], 0, blocks))
+        figure = f"{label}: prefill 2048, chunks of 512 / whole"
+        emit(figure, "ms", chunked=chunked * 1e3, whole=whole * 1e3, ratio=chunked / whole)
+
+    def decode(self, name: str, kept: str = "auto") -> None:
+        """Steps of many rows of little context and of few rows of much, as graphs and as they are."""
+        runner = self._runner(name, kept)
+        label = name if kept == "auto" else f"{name}, KV {kept}"
+        kv_bytes, weight_bytes = runner.kv_bytes_per_token, 2 * BILLION.num_parameters
+        runner.record_decode_graphs()
+        for count, context in ((1, 480), (8, 480), (32, 480), (128, 480), (1, 7900), (8, 7900)):
+            per_row = context // BLOCK_SIZE + 1
+            tables = [range(1 + per_row * row, 1 + per_row * (row + 1)) for row in range(count)]
+            step = StepBatch(slices=[_slice([5], context, table, GREEDY) for table in tables])
+            took = self._timed(partial(runner.execute, step))
+            graphs, runner._graphs = runner._graphs, None
+            unrecorded = self._timed(partial(runner.execute, step))
+            runner._graphs = graphs
+            floor = (weight_bytes + count * (context + 1) * kv_bytes) / self._bandwidth
+            emit(
+                f"{label}: decode batch {count}, context {context}",
+                "tokens/s",
+                value=count / took,
+                without_graphs=count / unrecorded,
+                floor=count / floor,
+                ratio=floor / took,
+            )
+
+    def host_memory(self) -> None:
+        """How fast the 1B model's blocks come back, beside one large copy from pinned memory."""
+        pinned, target = torch.empty(2**28, dtype=torch.uint8, pin_memory=True), torch.empty(2**28, dtype=torch.uint8)
+        target = target.to(self._device)
+        link = 2**28 / self._timed(lambda: target.copy_(pinned, non_blocking=True))
+        runner = self._runner("auto", num_blocks=1000, num_host_blocks=1000)
+        per_s, floor = runner.host_tokens_per_s(), link / runner.kv_bytes_per_token
+        emit("floor: pinned host memory to the device", "GB/s", value=link / 1e9)
+        emit("host memory: tokens that come back", "tokens/s", value=per_s, floor=floor)
+        prompt, blocks = self._prompt[:4096], list(range(1, 257))
+        places = blocks[:-2]  # all but 32 tokens
+        runner.copy([BlockCopies(places, places, BLOCK_SIZE, Tier.DEVICE, Tier.HOST)])
+
+        def from_host() -> None:
+            runner.copy([BlockCopies(places, places, BLOCK_SIZE, Tier.HOST, Tier.DEVICE)])
+            _prefill(runner, prompt, 4096 - 32, blocks)
+
+        emit("host memory: TTFT 4096", "ms", value=self._timed(from_host) * 1e3)
+        cold = self._timed(lambda: _prefill(runner, prompt, 0, blocks))
+        emit("beside: TTFT cold 4096", "ms", value=cold * 1e3)
+
+    def _runner(
+        self, name: str, kept: str = "auto", *, num_blocks: int = 4200, num_host_blocks: int = 0
+    ) -> ModelRunner:
         torch.cuda.empty_cache()
-
-
-def _host_figures(device: torch.device) -> None:
-    """How fast the 1B model's blocks come back, beside one large copy from pinned memory."""
-    pinned, target = torch.empty(2**28, dtype=torch.uint8, pin_memory=True), torch.empty(2**28, dtype=torch.uint8)
-    target = target.to(device)
-    link = 2**28 / timed(lambda: target.copy_(pinned, non_blocking=True), device)
-    loaded = random_weights(BILLION, torch.bfloat16, device)
-    runner = ModelRunner(loaded, num_blocks=1000, block_size=BLOCK_SIZE, num_host_blocks=1000)
-    tokens_per_s = runner.host_tokens_per_s()
-    emit("floor: pinned host memory to the device", "GB/s", value=link / 1e9)
-    emit("host memory: tokens that come back", "tokens/s", value=tokens_per_s, floor=link / runner.kv_bytes_per_token)
-    prompt, blocks = [(index * 31 + index * index) % 128_000 for index in range(4096)], list(range(1, 257))
-    places = blocks[:-2]  # all but 32 tokens
-    runner.copy([BlockCopies(places, places, BLOCK_SIZE, Tier.DEVICE, Tier.HOST)])
-
-    def from_host() -> None:
-        runner.copy([BlockCopies(places, places, BLOCK_SIZE, Tier.HOST, Tier.DEVICE)])
-        _prefill(runner, prompt, 4096 - 32, blocks)
-
-    emit("host memory: TTFT 4096", "ms", value=timed(from_host, device) * 1e3)
-    emit("beside: TTFT cold 4096", "ms", value=timed(lambda: _prefill(runner, prompt, 0, blocks), device) * 1e3)
-
-
-def _figures_of(name: str, device: torch.device, flops: float, bandwidth: float) -> None:
-    prompt = [(index * 31 + index * index) % 128_000 for index in range(4096)]
-    loaded = random_weights(BILLION, torch.bfloat16, device)
-    weight_bytes, kv_bytes = loaded.weight_bytes, BILLION.kv_bytes_per_token(2)
-    runner = ModelRunner(loaded, num_blocks=4200, block_size=BLOCK_SIZE, attention=name, max_num_seqs=128)
-    for length in (512, 2048, 4096):
-        blocks, floor = range(1, 300), 2 * BILLION.num_parameters * length / flops
-        took = timed(lambda: _prefill(runner, prompt[:length], 0, blocks), device)  # noqa: B023
-        emit(f"{name}: TTFT cold {length}", "ms", value=took * 1e3, floor=floor * 1e3, ratio=took / floor)
-        took = timed(lambda: _prefill(runner, prompt[:length], length - 32, blocks), device)  # noqa: B023
-        emit(f"{name}: TTFT warm {length}", "ms", value=took * 1e3)
-    runner.record_decode_graphs()
-    for count in (1, 8, 32, 128):
-        tables = [range(1 + 32 * index, 33 + 32 * index) for index in range(count)]
-        step = StepBatch(slices=[_slice([5], 480, table, GREEDY) for table in tables])
-        took = timed(lambda: runner.execute(step), device)  # noqa: B023
-        floor = (weight_bytes + count * 481 * kv_bytes) / bandwidth
-        graphs, runner._graphs = runner._graphs, None
-        unrecorded = timed(lambda: runner.execute(step), device)  # noqa: B023
-        runner._graphs = graphs
-        emit(
-            f"{name}: decode batch {count}, context 480",
-            "tokens/s",
-            value=count / took,
-            without_graphs=count / unrecorded,
-            floor=count / floor,
-            ratio=floor / took,
+        loaded = random_weights(BILLION, torch.bfloat16, self._device)
+        return ModelRunner(
+            loaded,
+            num_blocks=num_blocks,
+            block_size=BLOCK_SIZE,
+            attention=name,
+            kv_cache_dtype=kept,
+            max_num_seqs=128,
+            num_host_blocks=num_host_blocks,
         )
 
+    def _timed(self, work: Callable[[], Any]) -> float:
+        """Seconds of the best of five, after two rounds for compilation."""
+        times = []
+        for _ in range(7):
+            torch.cuda.synchronize(self._device)
+            begin = time.perf_counter()
+            work()
+            torch.cuda.synchronize(self._device)
+            times.append(time.perf_counter() - begin)
+        return min(times[2:])
 
-def _prefill(runner: ModelRunner, prompt: Sequence[int], num_cached: int, blocks: Sequence[int]) -> None:
-    for start in range(num_cached, len(prompt), 2048):
-        chunk = prompt[start : start + 2048]
+
+def _prefill(
+    runner: ModelRunner, prompt: Sequence[int], num_cached: int, blocks: Sequence[int], chunk_tokens: int = 2048
+) -> None:
+    for start in range(num_cached, len(prompt), chunk_tokens):
+        chunk = prompt[start : start + chunk_tokens]
         sampling = GREEDY if start + len(chunk) == len(prompt) else None
         runner.execute(StepBatch(slices=[_slice(chunk, start, blocks, sampling)]))
 
@@ -416,18 +551,6 @@ def _slice(
     )
 
 
-def timed(work: Callable[[], Any], device: torch.device) -> float:
-    """Seconds of the best of five, after two rounds for compilation."""
-    times = []
-    for _ in range(7):
-        torch.cuda.synchronize(device)
-        begin = time.perf_counter()
-        work()
-        torch.cuda.synchronize(device)
-        times.append(time.perf_counter() - begin)
-    return min(times[2:])
-
-
 def emit(figure: str, unit: str, **values: float) -> None:
     print(
         json.dumps({"figure": figure, "unit": unit} | {key: float(f"{one:.4g}") for key, one in values.items()}),
@@ -439,27 +562,46 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--quick", action="store_true", help="the checks without the table")
+    parser.add_argument("--limit-s", type=float, default=LIMIT_S, help="what is not done by then is skipped by name")
     options = parser.parse_args()
     device = torch.device(options.device)
-    names = ["sdpa", "tiled", "triton"]
-    dtypes = [torch.float32, torch.bfloat16] if device.type == "cuda" else [torch.float32]
-    print(
-        json.dumps(
-            {"device": torch.cuda.get_device_name() if device.type == "cuda" else "cpu", "torch": torch.__version__}
-        )
-    )
-    sound = check_backends(names, dtypes, device)
-    sound &= check_model(names, device)
-    sound &= check_lora(device)
-    sound &= check_decode_graphs(device)
-    if device.type == "cuda":
-        sound &= check_memory(device)
-        torch.cuda.empty_cache()
-    sound &= check_host_blocks(device)
-    if not options.quick and device.type == "cuda":
-        figures(["sdpa", "triton"], device)
-    print(json.dumps({"passed": sound}))
-    return 0 if sound else 1
+    is_cuda = device.type == "cuda"
+    name = torch.cuda.get_device_name(device) if is_cuda else "cpu"
+    print(json.dumps({"device": name, "torch": torch.__version__, "cuda": torch.version.cuda}), flush=True)
+    checks = checks_on(device)
+    steps = Steps([*checks, *(figures_on(device) if is_cuda and not options.quick else [])])
+    steps.run(options.limit_s)
+    if steps.failed:
+        return EXIT_FAILED
+    return EXIT_LATE if {name for name, _ in checks} & set(steps.skipped) else 0
+
+
+def checks_on(device: torch.device) -> list[Step]:
+    is_cuda, names = device.type == "cuda", ["triton", "sdpa", "tiled"]
+    dtypes = [torch.float32, torch.bfloat16] if is_cuda else [torch.float32]  # the interpreter's bf16 is none
+    return [
+        *((f"check: attention {name}", partial(check_backends, [name], dtypes, device)) for name in names),
+        ("check: model", partial(check_model, names, device)),
+        ("check: LoRA", partial(check_lora, device)),
+        ("check: decode graphs", partial(check_decode_graphs, device)),
+        ("check: host memory", partial(check_host_blocks, device)),
+        ("check: greedy tokens", partial(check_greedy, names if is_cuda else names[1:], device, 20 if is_cuda else 2)),
+        *([("check: largest step", partial(check_memory, device))] if is_cuda else []),
+    ]
+
+
+def figures_on(device: torch.device) -> list[Step]:
+    figures = Figures(device)
+    return [
+        ("figures: floors", figures.floors),
+        ("figures: prefill", partial(figures.prefill, "triton")),
+        ("figures: decode", partial(figures.decode, "triton")),
+        *((f"figures: decode, KV {kept}", partial(figures.decode, "triton", kept)) for kept in ("fp8", "int8")),
+        *((f"figures: prefill, KV {kept}", partial(figures.prefill, "triton", kept)) for kept in ("fp8", "int8")),
+        ("figures: host memory", figures.host_memory),
+        ("figures: prefill, sdpa", partial(figures.prefill, "sdpa")),
+        ("figures: decode, sdpa", partial(figures.decode, "sdpa")),
+    ]
 
 
 if __name__ == "__main__":

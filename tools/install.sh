@@ -53,7 +53,7 @@ elif [ "$what" = triton ]; then
   : >"$log"
   step "torch 2.13.0, numpy 2.2" "${pip[@]}" torch==2.13.0 'numpy>=2.2,<2.3'
   step "triton 3.6.0" "${pip[@]}" --no-deps triton==3.6.0 # in place of the one that torch's CUDA wheel asks for
-  step "what the tests need" "${pip[@]}" --constraint requirements-dev.lock pytest pytest-timeout pytest-asyncio
+  step "what the tests need" "${pip[@]}" --constraint requirements-dev.lock pytest pytest-timeout pytest-asyncio safetensors
 else
   step "$(grep -c == requirements-dev.lock) packages of requirements-dev.lock" "${pip[@]}" -r requirements-dev.lock
 fi
