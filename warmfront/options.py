@@ -292,6 +292,12 @@ _TABLE: tuple[Flag | str, ...] = (
     Flag("lease", Duration(), "A replica without a heartbeat for this long is gone.", "lease_s"),
     Flag("drain-deadline", Duration(), "On shutdown, running requests may take this long.", "drain_deadline_s"),
     Flag(
+        "step-limit",
+        Duration(),
+        "A worker whose engine is longer in one step has hung: it ends itself.",
+        "step_limit_s",
+    ),
+    Flag(
         "drain-notice",
         Duration(),
         "On shutdown, time for load balancers to see that a router is not ready.",

@@ -87,6 +87,7 @@ class WorkerConfig:
     heartbeat_s: float = 1.0
     lease_s: float = 5.0
     drain_deadline_s: float = 30.0
+    step_limit_s: float = 120.0  # an engine step that lasts longer never ends: the device hangs
     # Of the simulated engine alone:
     prefill_tokens_per_s: float = 40_000.0
     decode_time_s: float = 0.02  # of a step in which answers grow
@@ -119,6 +120,8 @@ class WorkerConfig:
             raise ConfigError(f"--prewarm-target {self.prewarm_target:g} is not over 0 and up to 1")
         if self.drain_deadline_s < 0:
             raise ConfigError(f"--drain-deadline {self.drain_deadline_s:g}s is below 0")
+        if not self.step_limit_s > 0:
+            raise ConfigError(f"--step-limit {self.step_limit_s:g}s is not over 0")
 
     @property
     def tls_files(self) -> TlsFiles | None:

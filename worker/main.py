@@ -46,7 +46,6 @@ from worker.step_times import HUNG_AFTER_S
 logger = logging.getLogger(__name__)
 
 EXIT_OK, EXIT_FAILED, EXIT_WRONG_USE = 0, 1, 2
-STUCK_AFTER_S = 120.0  # a step that lasts longer never ends: the device hangs
 _WATCH_PERIOD_S = 0.25
 _CUT_GRACE_S = 2.0  # for what was cut at the drain deadline to hear of it
 
@@ -103,14 +102,12 @@ class Worker:
         load: Loader | None = None,
         progress: Progress | None = None,
         *,
-        stuck_after_s: float = STUCK_AFTER_S,
         hung_after_s: float = HUNG_AFTER_S,
         num_metrics_ports: int = 1,
     ) -> None:
         """``num_metrics_ports``: it takes the first free one of so many, for others of its machine have its setting."""
         self._config = config
         self._num_metrics_ports = num_metrics_ports
-        self._stuck_after_s = stuck_after_s
         self._hung_after_s = hung_after_s
         self._load = load
         self._progress = progress
@@ -391,13 +388,13 @@ class Worker:
         assert self._engine is not None
         assert self._reporter is not None
         engine, was_hung = self._engine, False
-        while engine.step_age_s() < self._stuck_after_s:
+        while engine.step_age_s() < self._config.step_limit_s:
             hung_s = engine.hung_s()
             if bool(hung_s) != was_hung:
                 was_hung = not was_hung
                 self._reporter.touch()
                 logger.warning("replica=%s hung=%s step_age_s=%.1f", self._config.replica_id, was_hung, hung_s)
-            await asyncio.sleep(min(_WATCH_PERIOD_S, self._stuck_after_s / 10))
+            await asyncio.sleep(min(_WATCH_PERIOD_S, self._config.step_limit_s / 10))
         error = TimeoutError(f"one step has lasted {engine.step_age_s():.0f} s")
         self._service.cut(str(error))
         self._on_death(error)
@@ -438,7 +435,9 @@ class Worker:
                 async with asyncio.timeout(self._drain_deadline_s):
                     await self._service.wait_idle()
             num_cut = self._service.num_requests
-            if not await asyncio.to_thread(self._engine.stop, 0.0 if self._engine.hung_s() else self._stuck_after_s):
+            if not await asyncio.to_thread(
+                self._engine.stop, 0.0 if self._engine.hung_s() else self._config.step_limit_s
+            ):
                 self._service.cut("the replica ends and its engine hangs")
             if num_cut:
                 logger.warning("replica=%s cut=%d requests at the drain deadline", self._config.replica_id, num_cut)

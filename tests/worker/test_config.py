@@ -44,6 +44,7 @@ def config(**more: Any) -> WorkerConfig:
         ({"max_queue": 0}, "--max-queue"),
         ({"heartbeat_s": 3.0, "lease_s": 5.0}, "--heartbeat 3s"),
         ({"drain_deadline_s": -1.0}, "--drain-deadline"),
+        ({"step_limit_s": 0.0}, "--step-limit"),
         ({"log_level": "LOUD"}, "--log-level"),
     ],
 )

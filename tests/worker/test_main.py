@@ -219,8 +219,8 @@ async def test_a_dead_engine_ends_the_process_and_its_requests_can_go_elsewhere(
 
 
 async def test_a_step_that_never_ends_ends_the_process(valkey_url: str) -> None:
-    config = config_for(valkey_url)
-    async with serve(config, step_s=0.005, stuck_after_s=0.5) as served:
+    config = config_for(valkey_url, step_limit_s=0.5)
+    async with serve(config, step_s=0.005) as served:
         call = served.client.start(PROMPT, sampling={"max_tokens": 400})
         await call.read()
         served.runner.hangs.set()
