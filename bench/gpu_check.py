@@ -288,8 +288,9 @@ def check_model(names: Sequence[str], device: torch.device) -> bool:
 def check_greedy(names: Sequence[str], device: torch.device, num_prompts: int) -> bool:
     """Where float32 is sure of its next token (a lead of 2**-6 of it), bfloat16 names the same, as often as on the CPU.
 
-    The same for int8 and fp8 KV. A random model spreads its scores thinly, so that two points fewer still pass.
+    The same for int8 and fp8 KV. A random model spreads its scores thinly, so that a few points fewer still pass.
     """
+    slack = 0.02 if num_prompts >= 20 else 0.05
     prompts = [
         [(index * 7 + index * index * step + step) % 1000 for index in range(100)] for step in range(1, num_prompts + 1)
     ]
@@ -307,7 +308,7 @@ def check_greedy(names: Sequence[str], device: torch.device, num_prompts: int) -
 
     sound = True
     for kept in ("auto", "int8", "fp8"):
-        limit = same(small_runner(cpu, torch.bfloat16, kv_cache_dtype=kept)) - 0.02
+        limit = same(small_runner(cpu, torch.bfloat16, kv_cache_dtype=kept)) - slack
         for name in names:
             value = same(small_runner(device, torch.bfloat16, attention=name, kv_cache_dtype=kept))
             sound &= value >= limit

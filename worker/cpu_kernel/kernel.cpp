@@ -525,7 +525,7 @@ extern "C" long wf_key_block() { return KEY_BLOCK; }
 // Causal attention of every sequence over its own blocks: out [rows, heads, head_dim] of queries whose rows are
 // query_stride numbers apart. spans is int32 [sequences, 4] (see Span), tables int32 [sequences, table_width], scratch
 // holds keys and values of all chunks in whole KEY_BLOCKs. head_dim is a multiple of 32, at most 256, and there are at
-// most 48 query heads per KV head. Rows in no span stay as they are.
+// most 64 query heads per KV head. Rows in no span stay as they are.
 extern "C" void wf_attend(bf16* out, const bf16* queries, const bf16* keys, const bf16* values, const int32_t* spans,
                           const int32_t* tables, bf16* scratch, long sequences, long query_stride, long table_width,
                           long block_size, long heads, long kv_heads, long head_dim, long threads) {
