@@ -174,6 +174,7 @@ class Placement:
         for name in names:
             cache = caches[name]
             load = self._loads.of(name)
+            speed = load.speed
             on_device, held = reported.get(name, _NOTHING)
             depth = load.depth(keys, held) if load.pending else held
             depths[name] = depth
@@ -190,9 +191,9 @@ class Placement:
                     waiting_tokens=load.waiting_tokens + load.foreign_tokens + load.held_tokens,
                     waiting_requests=load.waiting_requests + load.held_requests,
                     in_flight=load.in_flight + load.foreign_requests,
-                    since_progress_s=load.since_progress_s(now),
-                    host_token_cost=_host_token_cost(cache, load.speed),
-                    speed=load.speed,
+                    since_progress_s=load.since_progress_s(now) if load.waiting_requests else 0.0,
+                    host_token_cost=_host_token_cost(cache, speed) if cache.host_kv_blocks else USUAL_HOST_TOKEN_COST,
+                    speed=speed,
                     free_tokens=max(0, free_blocks) * block_size,
                     lru_age_s=cache.lru_age_s,
                 )
