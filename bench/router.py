@@ -54,7 +54,7 @@ from warmfront.processes import child_environment
 from warmfront.store import free_port, lasting_port
 
 PARTS = Path(__file__).with_name("router_parts.py")
-START_GUARD_S = 60.0
+START_GUARD_S = 120.0
 PROMPT_TOKENS = 8000
 NEWS_TOKENS = 100  # of a next turn
 TOKEN_TIME_S = 0.01  # between small writes
@@ -309,7 +309,8 @@ def _peers(one: Fleet, backend: str) -> Iterator[tuple[str, str]]:
         if shutil.which(name) is not None:
             port = free_port()
             command = [name, *(["launch"] if name == "smg" else []), "--worker-urls", backend]
-            one.launch(name, [*command, "--host", "127.0.0.1", "--port", f"{port}", "--policy", "cache_aware"])
+            command += ["--host", "127.0.0.1", "--port", f"{port}", "--prometheus-port", f"{free_port()}"]
+            one.launch(name, [*command, "--policy", "cache_aware"])
             yield name, f"http://127.0.0.1:{port}"
         else:
             print(f"{name} is not installed: left out", file=sys.stderr)

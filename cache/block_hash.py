@@ -15,7 +15,6 @@ from __future__ import annotations
 import functools
 import hashlib
 import pickle
-import sys
 from array import array
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import repeat
@@ -283,12 +282,13 @@ class BlockChain:
         self.keys += pack_keys(hashes)
 
 
-def pack_keys(hashes: Iterable[BlockHash]) -> array[int]:
-    """The index keys of hashes, packed."""
-    keys = array("Q", b"".join([block_hash[-8:] for block_hash in hashes]))
-    if sys.byteorder == "little":
-        keys.byteswap()
-    return keys
+def pack_keys(hashes: Sequence[BlockHash]) -> array[int]:
+    """The index keys of hashes of one scheme, packed."""
+    if not hashes:
+        return array("Q")
+    words = np.frombuffer(b"".join(hashes), dtype=">u8")
+    per_hash = words.size // len(hashes)
+    return array("Q", words[per_hash - 1 :: per_hash].astype(np.uint64).tobytes())
 
 
 def num_token_ids(token_ids: TokenIds) -> int:
