@@ -94,6 +94,23 @@ async def test_a_client_that_leaves_is_cancelled_in_the_worker_and_leaves_no_loa
     await until(lambda: sum(worker.running for worker in two.workers.values()) == 0)
 
 
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_client_that_leaves_before_the_first_token_ends_all_prompts_and_is_counted_once(
+    two: Cluster, stream: bool
+) -> None:
+    gate = asyncio.Event()
+    for worker in two.workers.values():
+        worker.faults.gate = gate
+    body = {**COMPLETION, "prompt": ["one", "two", "three"], "stream": stream}
+    call = asyncio.create_task(two.http.post("/v1/completions", json=body))
+    await until(lambda: sum(len(worker.requests) for worker in two.workers.values()) == 3)
+    call.cancel()
+    await until(lambda: 'requests_total{code="CANCELLED"} 1.0' in two.router.metrics.text().decode())
+    assert two.load == 0
+    gate.set()
+    assert (await two.http.post("/v1/completions", json=COMPLETION)).status_code == 200
+
+
 def without(body: dict[str, Any], *names: str) -> dict[str, Any]:
     return {name: value for name, value in body.items() if name not in names}
 
