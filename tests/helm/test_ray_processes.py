@@ -6,7 +6,6 @@ On one machine, so with one router node at a time: each has the ports of its pod
 from __future__ import annotations
 
 import contextlib
-import itertools
 import os
 import shutil
 import subprocess
@@ -38,7 +37,6 @@ NODE_PORTS = (  # a pod's are its own; here they must differ from the head's
 
 STARTED = "Ray runtime started"
 MOST_RESTARTS = 5
-_releases = itertools.count()
 
 
 class Release:
@@ -156,7 +154,7 @@ def made(helm: Helm, *more: str) -> Iterator[Release]:
     own = [f"{name}={free_port()}" for name in (*PORTS, *RAY_PORTS)]
     flags = ["engine=simulated", "kv-blocks=512", "prewarm-deadline=5s", "decode-time=50ms"]
     values = [f"secretsPath={folder}/secrets", "ray.mode=static", "listenAddress=127.0.0.1", "worker.gpu.count=0"]
-    first = 20000 + os.getpid() % 50 * 220 + next(_releases) % 2 * 110  # neither two runs nor two releases meet
+    first = 20000 + os.getpid() % 100 * 110  # two runs on one machine do not meet
     values += [f"ray.ports.others={first}", f"ray.ports.workers={first + 10}"]
     objects = helm.template("--set", ",".join([*own, *values, *(f"worker.flags.{flag}" for flag in flags), *more]))
     release = Release(objects, folder)
@@ -166,6 +164,25 @@ def made(helm: Helm, *more: str) -> Iterator[Release]:
         for name in list(release.running):
             release.kill(name)
         shutil.rmtree(folder, ignore_errors=True)
+
+
+def test_workers_on_ray_are_placed_and_drain_with_their_node(helm: Helm) -> None:
+    """The first of all: two releases on one machine take each other's nodes for their own."""
+    with made(helm, "worker.placement=ray,worker.replicas=1,worker.ray.nodes=1") as release:
+        release.start("valkey", "--bind", "127.0.0.1")
+        (release.folder / "head-0.log").touch()
+        release.start_head()
+        release.start_node()
+        release.start_worker_node()
+        release.until(release.is_ready, "a router is ready, for a worker is")
+        release.complete(prompt="to a worker on Ray", max_tokens=2)
+        metrics = f"http://{POD_IP}:{port(release.spec('worker'), 'metrics-0')}/metrics"
+        assert "warmfront_worker_" in httpx.get(metrics).raise_for_status().text
+        node = release.running.pop("worker")
+        node.terminate()
+        node.wait(timeout=GUARD_S)
+        assert "finished draining" in release.log("worker")
+        release.until(lambda: not release.is_ready(), "no worker is left")
 
 
 @pytest.fixture(scope="module")
@@ -329,21 +346,3 @@ def test_routers_of_a_fleet_that_was_replaced_serve_until_their_nodes_end(releas
     node.terminate()
     node.wait(timeout=GUARD_S)
     assert "finished draining" in release.log("router")
-
-
-def test_workers_on_ray_are_placed_and_drain_with_their_node(helm: Helm) -> None:
-    with made(helm, "worker.placement=ray,worker.replicas=1,worker.ray.nodes=1") as release:
-        release.start("valkey", "--bind", "127.0.0.1")
-        (release.folder / "head-0.log").touch()
-        release.start_head()
-        release.start_node()
-        release.start_worker_node()
-        release.until(release.is_ready, "a router is ready, for a worker is")
-        release.complete(prompt="to a worker on Ray", max_tokens=2)
-        metrics = f"http://{POD_IP}:{port(release.spec('worker'), 'metrics-0')}/metrics"
-        assert "warmfront_worker_" in httpx.get(metrics).raise_for_status().text
-        node = release.running.pop("worker")
-        node.terminate()
-        node.wait(timeout=GUARD_S)
-        assert "finished draining" in release.log("worker")
-        release.until(lambda: not release.is_ready(), "no worker is left")
