@@ -219,7 +219,7 @@ def test_helm_test_passes(release: Release) -> None:
 
 def test_what_actors_log_is_in_the_log_of_their_pod(release: Release) -> None:
     assert "router listens" in release.log("router")
-    assert "part=router-0 state=READY" in release.log("head", 1)
+    release.until(lambda: "part=router-0 state=READY" in release.log("head", 1), "word of the router")
 
 
 def test_nobody_joins_ray_without_the_token(release: Release) -> None:
