@@ -4,10 +4,11 @@
 
 A cell is a load, a number of replicas, a cache size and a way to send: a closed loop with 4 requests in flight per
 replica, or an open one at a share of what the fleet sustains. Rules are the router's policies and, for comparison
-alone, four others with the same knowledge: `wait+3miss`; llm-d's scorers (prefix 3, queue 2, KV use 2; llm-d-router,
-default profile) with pending entries; the default without eviction (`b=0`); and (1.5 + 0.5 L) with b = 3. Each runs
-with 3 seeds of load and ties (--full: 5, and all cells). Prints one JSON line per cell and rule, then one per rule with
-geometric means of the ratios to the best rule of each cell. Cells of the Mooncake trace need that file.
+alone, five others with the same knowledge: `wait+3miss`; llm-d's scorers (prefix 3, queue 2, KV use 2; llm-d-router,
+default profile) with pending entries; the default without the answers (`1+L`), and that without
+eviction (`b=0`); and (1.5 + 0.5 L) with b = 3. Each runs with 3 seeds of load and ties (--full: 5, and all cells).
+Prints one JSON line per cell and rule, then one per rule with geometric means of the ratios to the best rule of each
+cell. Cells of the Mooncake trace need that file.
 
 Lines with ``goal`` say what was wished for, what came of it and whether that is enough (``goal_met``): of the default
 over all cells; at the frontier of hits and balance (tenants, 8 replicas, 40 %, 32 in flight); there with three routers
@@ -205,6 +206,7 @@ def _llm_d(ask: Ask, candidates: Sequence[Candidate], rng: random.Random) -> Dec
 REFERENCES: dict[str, Policy] = {
     "wait+3miss": _marginal(3, 0, 0),
     "llm-d 3:2:2": _llm_d,
+    "1+L": _marginal(1, 1, 2),
     "b=0": _marginal(1, 1, 0),
     "(1.5+0.5L) b=3": _marginal(1.5, 0.5, 3),
 }

@@ -187,6 +187,7 @@ def _candidate(candidate: Candidate, cost: Cost, reason: str, block_size: int) -
         predicted_ttft_s=round(cost.wait_s + cost.miss_s, 6),
         wait_s=round(cost.wait_s, 6),
         miss_s=round(cost.miss_s, 6),
+        delayed_s=round(cost.delayed_s, 6),
         displaced_s=round(cost.displaced_s, 6),
         cost_s=round(cost.total_s, 6),
     )

@@ -3,16 +3,19 @@
 The default is the least marginal cost in seconds. A replica's cost is what waits there, my prefill there counted once
 for me and once for each request it delays, and what my blocks push out of its cache::
 
-    cost(r) = wait(r) + (1 + L(r)) * miss(r) + 2 * displaced(r)
+    cost(r) = wait(r) + (1 + L(r) + 0.3 * answers(r)) * miss(r) + 2 * displaced(r)
 
     miss(r)       prompt tokens not matched / speed(r), and those in host memory alone / how fast they come back
     wait(r)       tokens charged to requests without a first token / speed(r), less the time since r's last progress
     L(r)          requests without a first token
+    answers(r)    answers that grow there: my prompt, computed beside them, holds each up. A later end is worth less
+                  than a later first token
     displaced(r)  tokens r must lose for the missing ones / speed(r) * min(4, mean age / age(r))
 
 An idle replica takes a copy cheaply, so bursts and hot prefixes spread; a busy one is given no repeat work, so nothing
 replicates under load. No threshold of load or of heat decides; the one band is for noise: idle replicas within 1.5
-times of the fastest count as equally fast. The other policies are for comparison and for taste.
+times of the fastest count as equally fast. The other policies are for comparison and for taste. docs/replay.md has the
+figures.
 """
 
 import hashlib
@@ -21,6 +24,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 DISPLACEMENT_WEIGHT = 2.0  # flat from 1 to 4 in simulation
+ANSWER_WEIGHT = 0.3  # more makes the work more even and first tokens later
 _MAX_AGE_RATIO = 4.0
 # Of a replica that does not say how fast blocks come back from host memory: a tenth of computing them. That is KV of a
 # 7-8B model (0.13 MB a token with grouped heads) over a link of 25 GB/s against prefill of 10 to 20 thousand tokens/s.
@@ -62,7 +66,9 @@ class Cost:
     pending_tokens: int
     wait_s: float
     miss_s: float
+    delayed_s: float  # of other requests: those waiting, and the answers by their weight
     displaced_s: float
+    before_answers_s: float  # the total without the answers: what differs in no more counts as equal to a hint
     total_s: float
 
 
@@ -118,6 +124,7 @@ def marginal_costs(
     candidates: Sequence[Candidate],
     *,
     own_weight: float = 1.0,
+    answer_weight: float = ANSWER_WEIGHT,
     displacement_weight: float = DISPLACEMENT_WEIGHT,
 ) -> list[Cost]:
     """What each candidate would cost, in their order. ``own_weight``: how often my prefill counts for myself."""
@@ -140,8 +147,24 @@ def marginal_costs(
         if new_tokens > c.free_tokens:
             ratio = mean_age / c.lru_age_s if c.lru_age_s > 0 else 1.0
             displaced_s = (new_tokens - c.free_tokens) / speed * min(_MAX_AGE_RATIO, ratio)
-        total_s = wait_s + (own_weight + c.waiting_requests) * miss_s + displacement_weight * displaced_s
-        costs.append(Cost(c.replica, c.matched_tokens, c.pending_tokens, wait_s, miss_s, displaced_s, total_s))
+        before_answers_s = wait_s + (own_weight + c.waiting_requests) * miss_s + displacement_weight * displaced_s
+        num_answers = c.in_flight - c.waiting_requests
+        answers_s = answer_weight * num_answers * miss_s if num_answers > 0 else 0.0
+        delayed_s = c.waiting_requests * miss_s + answers_s
+        total_s = before_answers_s + answers_s
+        costs.append(
+            Cost(
+                c.replica,
+                c.matched_tokens,
+                c.pending_tokens,
+                wait_s,
+                miss_s,
+                delayed_s,
+                displaced_s,
+                before_answers_s,
+                total_s,
+            )
+        )
     return costs
 
 
@@ -150,8 +173,8 @@ def _warmfront(ask: Ask, candidates: Sequence[Candidate], rng: random.Random) ->
 
 
 def _warmfront_sticky(ask: Ask, candidates: Sequence[Candidate], rng: random.Random) -> Decision:
-    """The default with more regard for what lies warm: about 2 % more hits, the work less evenly spread."""
-    costs = marginal_costs(ask.num_tokens, candidates, own_weight=2.1, displacement_weight=3.0)
+    """The default with more regard for what lies warm: about 1 % more hits, the work less evenly spread."""
+    costs = marginal_costs(ask.num_tokens, candidates, own_weight=1.5, displacement_weight=3.0)
     return _cheapest(ask, candidates, rng, costs)
 
 
@@ -159,8 +182,8 @@ def _cheapest(ask: Ask, candidates: Sequence[Candidate], rng: random.Random, cos
     """The lowest cost. A hint says who of equally cheap ones it is: equal hints have one home while load allows it."""
     scores = [cost.total_s for cost in costs]
     if ask.has_session:
-        best = min(scores)
-        tied = [c for c, score in zip(candidates, scores, strict=True) if score == best]
+        before_answers_s = costs[scores.index(min(scores))].before_answers_s
+        tied = [c for c, cost in zip(candidates, costs, strict=True) if cost.before_answers_s == before_answers_s]
         if len(tied) > 1:
             fewest = min(c.in_flight for c in tied)
             tied = [c for c in tied if c.in_flight <= fewest + _LOAD_FLOOR]

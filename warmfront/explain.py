@@ -86,14 +86,17 @@ def decision_table(one: dict[str, Any]) -> RenderableType:
         f"{counted(one['full_blocks'], 'block')} of {one['block_size']}, {where} by {one['policy']}: "
         f"{REASONS.get(one['reason'], one['reason'])}"
     )
-    blocks, costs = ("device", "host", "pending", "waiting tok"), ("TTFT ms", "wait", "miss", "displaced", "cost ms")
+    blocks, costs = (
+        ("device", "host", "pending", "waiting tok"),
+        ("TTFT ms", "wait", "miss", "delayed", "displaced", "cost ms"),
+    )
     table = Grid(("replica", "why", *blocks, *costs), "replica", left=("replica", "why"))
     notes = []
     for replica in one["replicas"]:
         names = ("device_blocks", "host_blocks", "pending_blocks", "waiting_tokens")
-        times = ("predicted_ttft_s", "wait_s", "miss_s", "displaced_s", "cost_s")
+        times = ("predicted_ttft_s", "wait_s", "miss_s", "delayed_s", "displaced_s", "cost_s")
         why = Text(replica["reason"], style="green" if replica["reason"] == "chosen" else "")
-        numbers = (*(f"{replica[name]:,.0f}" for name in names), *(_ms(replica[name]) for name in times))
+        numbers = (*(f"{replica[name]:,.0f}" for name in names), *(_ms(replica.get(name, 0)) for name in times))
         table.rows.append((replica["replica"], why, *numbers))
         if replica["detail"]:
             notes.append(Text(f"{replica['replica']}: {replica['detail']}"))

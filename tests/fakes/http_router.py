@@ -73,7 +73,7 @@ def replica(name: str, state: str = "READY", **changes: Any) -> dict[str, Any]:
 def explanation(request_id: str) -> dict[str, Any]:
     """One answer of /v1/explain."""
     counts = ("device_blocks", "host_blocks", "pending_blocks", "matched_tokens", "waiting_tokens", "waiting_requests")
-    times = ("predicted_ttft_s", "wait_s", "miss_s", "displaced_s", "cost_s")
+    times = ("predicted_ttft_s", "wait_s", "miss_s", "delayed_s", "displaced_s", "cost_s")
     common = {"state": "READY", "detail": "", "in_flight": 0, **dict.fromkeys((*counts, *times), 0)}
     return {
         "request_id": request_id,

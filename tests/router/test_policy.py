@@ -46,6 +46,22 @@ def test_the_cost_is_the_sum_of_its_terms() -> None:
     assert (b.wait_s, b.miss_s, b.displaced_s, b.total_s) == (0, 5.0, 0, 5.0)
 
 
+def test_what_my_prefill_takes_from_others_counts() -> None:
+    """Of 4 seconds each: of two that wait, and 0.3 of three answers."""
+    (cost,) = marginal_costs(400, [Candidate("a", waiting_requests=2, in_flight=5, speed=100)])
+    assert cost.miss_s == 4.0
+    assert cost.delayed_s == pytest.approx((2 + 0.3 * 3) * 4.0)
+    assert cost.total_s == pytest.approx(cost.miss_s + cost.delayed_s)
+    assert cost.before_answers_s == pytest.approx((1 + 2) * 4.0)
+
+
+def test_answers_that_grow_count_for_less_than_a_prompt_that_waits() -> None:
+    answering = Candidate("answering", in_flight=3)
+    waiting = Candidate("waiting", in_flight=1, waiting_requests=1)
+    assert decide(WARMFRONT, 100, answering, waiting).chosen.replica == "answering"
+    assert decide(WARMFRONT, 100, answering, Candidate("idle")).chosen.replica == "idle"
+
+
 def test_progress_never_makes_a_wait_negative() -> None:
     (cost,) = marginal_costs(10, [Candidate("a", waiting_tokens=10, waiting_requests=1, since_progress_s=99, speed=10)])
     assert cost.wait_s == 0
@@ -110,8 +126,13 @@ def test_an_old_victim_makes_displacement_cheap_and_a_young_one_at_most_four_tim
         ),
         (
             "3,000 shared of 17,000 tokens over an idle cold one",
-            [Candidate("cold", speed=1000), Candidate("home", matched_tokens=3000, in_flight=2, speed=1000)],
+            [Candidate("cold", speed=1000), Candidate("home", matched_tokens=3000, speed=1000)],
             "home",
+        ),
+        (
+            "the idle cold one where 14,000 of 17,000 tokens would hold up two answers",
+            [Candidate("cold", speed=1000), Candidate("home", matched_tokens=3000, in_flight=2, speed=1000)],
+            "cold",
         ),
         ("of equal ones the fewest in flight", [Candidate("a", in_flight=3), Candidate("b", in_flight=2)], "b"),
     ],

@@ -397,8 +397,8 @@ def test_the_tenants_load_gives_the_known_oracle_and_the_default_comes_near_it(t
     result = json.loads(done.stdout)
     assert result["oracle_hit_rate"] == pytest.approx(0.901, abs=0.003)
     assert result["random_hit_rate"] == pytest.approx(0.40, abs=0.02)
-    assert result["hit_rate"] >= 0.95 * result["oracle_hit_rate"]
-    assert result["imbalance"]["prefill"] <= 1.5  # of one run: it moves with the order of ties
+    assert result["hit_rate"] >= 0.965 * result["oracle_hit_rate"]
+    assert result["imbalance"]["prefill"] <= 1.2  # one run, the same every time
 
 
 def test_the_same_load_over_the_wire_comes_to_nearly_the_same(chat_trace: Path) -> None:
@@ -414,6 +414,16 @@ def test_the_same_load_over_the_wire_comes_to_nearly_the_same(chat_trace: Path) 
     unbounded = json.loads(replay(chat_trace, *fleet, "--kv-blocks", "200%").stdout)["oracle_hit_rate"]
     assert live["random_hit_rate"] - 0.05 < live["hit_rate"] <= unbounded + 0.01
     assert 0 < live["ttft_ms"]["p50"] <= live["ttft_ms"]["p99"]
+
+
+def test_one_request_at_a_time_hits_over_the_wire_what_the_virtual_clock_says(chat_trace: Path) -> None:
+    """With room for everything nothing depends on how quick this machine is: who is warm is always known."""
+    fleet = ("--replicas", "2", "--kv-blocks", "200%", "--in-flight", "1", "--block-size", "8", "--json")
+    virtual = json.loads(replay(chat_trace, *fleet).stdout)
+    done = replay(chat_trace, *fleet, "--live", "--prefill-tokens-per-s", "4000", "--time-scale", "1")
+    assert done.returncode == 0, done.stderr
+    assert virtual["hit_rate"] == pytest.approx(virtual["oracle_hit_rate"], abs=1e-6)
+    assert json.loads(done.stdout)["hit_rate"] == pytest.approx(virtual["hit_rate"], abs=0.01)
 
 
 def test_live_takes_one_setting_and_blocks_that_a_worker_can_have(chat_trace: Path, tmp_path: Path) -> None:

@@ -101,6 +101,7 @@ async def _cluster(
         worker += ["--decode-time", format_duration(settings.decode_s)]
         worker += ["--max-num-batched-tokens", f"{settings.max_num_batched_tokens}"]
         worker += ["--max-num-seqs", f"{settings.max_num_seqs}"]
+        worker += ["--no-token-reuse"]  # the virtual clock knows whole blocks alone
         processes.append(_start(worker, directory / "worker.log"))
         routers = []
         for number in range(settings.num_routers):

@@ -119,7 +119,7 @@ class Explanation(_message.Message):
     def __init__(self, request_id: _Optional[str] = ..., decided_at_s: _Optional[float] = ..., policy: _Optional[str] = ..., chosen: _Optional[str] = ..., reason: _Optional[str] = ..., prompt_tokens: _Optional[int] = ..., full_blocks: _Optional[int] = ..., block_size: _Optional[int] = ..., retries: _Optional[int] = ..., cached_tokens: _Optional[int] = ..., ttft_s: _Optional[float] = ..., replicas: _Optional[_Iterable[_Union[ReplicaExplanation, _Mapping]]] = ..., left_out: _Optional[int] = ..., queue_s: _Optional[float] = ..., cache: _Optional[_Union[_common_pb2.CacheExplanation, _Mapping]] = ...) -> None: ...
 
 class ReplicaExplanation(_message.Message):
-    __slots__ = ("replica", "state", "reason", "detail", "device_blocks", "host_blocks", "pending_blocks", "matched_tokens", "waiting_tokens", "waiting_requests", "in_flight", "predicted_ttft_s", "wait_s", "miss_s", "displaced_s", "cost_s")
+    __slots__ = ("replica", "state", "reason", "detail", "device_blocks", "host_blocks", "pending_blocks", "matched_tokens", "waiting_tokens", "waiting_requests", "in_flight", "predicted_ttft_s", "wait_s", "miss_s", "displaced_s", "cost_s", "delayed_s")
     REPLICA_FIELD_NUMBER: _ClassVar[int]
     STATE_FIELD_NUMBER: _ClassVar[int]
     REASON_FIELD_NUMBER: _ClassVar[int]
@@ -136,6 +136,7 @@ class ReplicaExplanation(_message.Message):
     MISS_S_FIELD_NUMBER: _ClassVar[int]
     DISPLACED_S_FIELD_NUMBER: _ClassVar[int]
     COST_S_FIELD_NUMBER: _ClassVar[int]
+    DELAYED_S_FIELD_NUMBER: _ClassVar[int]
     replica: str
     state: str
     reason: str
@@ -152,7 +153,8 @@ class ReplicaExplanation(_message.Message):
     miss_s: float
     displaced_s: float
     cost_s: float
-    def __init__(self, replica: _Optional[str] = ..., state: _Optional[str] = ..., reason: _Optional[str] = ..., detail: _Optional[str] = ..., device_blocks: _Optional[int] = ..., host_blocks: _Optional[int] = ..., pending_blocks: _Optional[int] = ..., matched_tokens: _Optional[int] = ..., waiting_tokens: _Optional[float] = ..., waiting_requests: _Optional[int] = ..., in_flight: _Optional[int] = ..., predicted_ttft_s: _Optional[float] = ..., wait_s: _Optional[float] = ..., miss_s: _Optional[float] = ..., displaced_s: _Optional[float] = ..., cost_s: _Optional[float] = ...) -> None: ...
+    delayed_s: float
+    def __init__(self, replica: _Optional[str] = ..., state: _Optional[str] = ..., reason: _Optional[str] = ..., detail: _Optional[str] = ..., device_blocks: _Optional[int] = ..., host_blocks: _Optional[int] = ..., pending_blocks: _Optional[int] = ..., matched_tokens: _Optional[int] = ..., waiting_tokens: _Optional[float] = ..., waiting_requests: _Optional[int] = ..., in_flight: _Optional[int] = ..., predicted_ttft_s: _Optional[float] = ..., wait_s: _Optional[float] = ..., miss_s: _Optional[float] = ..., displaced_s: _Optional[float] = ..., cost_s: _Optional[float] = ..., delayed_s: _Optional[float] = ...) -> None: ...
 
 class ResetCacheRequest(_message.Message):
     __slots__ = ()
