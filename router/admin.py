@@ -134,7 +134,7 @@ def _replica_json(one: admin_pb2.Replica) -> dict[str, Any]:
         "waiting_tokens": load.waiting_tokens,
         "running": load.running,
         "prefill_tokens_per_s": round(load.prefill_tokens_per_s, 1),
-        "hit_rate_1m": round(cache.hit_rate_1m, 4),
+        "hit_rate_1m": round(cache.hit_rate_1m, 4) if cache.HasField("hit_rate_1m") else None,
         "hit_rate_1h": round(cache.hit_rate_1h, 4),
         "host_hit_rate_1h": round(cache.host_hit_rate_1h, 4),
         "hit_rate": round(cache.hit_rate, 4),

@@ -60,6 +60,7 @@ def signal_of(leases: Sequence[common_pb2.ReplicaLease], target_wait_s: float = 
     if not ready:
         return Signal()
     waits = [waiting_s(lease) for lease in ready]
+    asked = [lease.cache for lease in ready if lease.cache.HasField("hit_rate_1m")]  # in the last minute
     return Signal(
         num_ready=len(ready),
         waiting_s=sum(waits),
@@ -67,8 +68,8 @@ def signal_of(leases: Sequence[common_pb2.ReplicaLease], target_wait_s: float = 
             max(wait / target_wait_s, min(1.0, lease.load.running / max(1, lease.limits.max_num_seqs)))
             for lease, wait in zip(ready, waits, strict=True)
         ),
-        hit_rate_1m=sum(lease.cache.hit_rate_1m for lease in ready) / len(ready),
-        hit_rate_1h=sum(lease.cache.hit_rate_1h for lease in ready) / len(ready),
+        hit_rate_1m=sum(cache.hit_rate_1m for cache in asked) / max(1, len(asked)),
+        hit_rate_1h=sum(cache.hit_rate_1h for cache in asked) / max(1, len(asked)),
     )
 
 

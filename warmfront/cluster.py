@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
+import importlib
 import logging
 import os
 import secrets
@@ -17,7 +19,7 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, TypeVar
@@ -153,7 +155,8 @@ def start_local_ray(home: Path, token: Path, env: dict[str, str], output: Path) 
     logging.getLogger("ray").setLevel(logging.ERROR)
     sys.stdout = output.open("a", encoding="utf-8")  # Ray tells of each dead process there
     try:
-        with contextlib.chdir(home):  # Ray's processes would import from the folder where `up` was typed
+        # Ray's processes would import from the folder where `up` was typed.
+        with contextlib.chdir(home), _sessions_of_their_own():
             ray.init(
                 address="local",  # never the cluster that some file in /tmp names
                 include_dashboard=False,
@@ -165,6 +168,18 @@ def start_local_ray(home: Path, token: Path, env: dict[str, str], output: Path) 
             )
     except (RuntimeError, OSError, ValueError) as error:
         raise Failure(f"Ray does not start: {str(error).splitlines()[0]}") from error
+
+
+@contextlib.contextmanager
+def _sessions_of_their_own() -> Iterator[None]:
+    """A signal to the whole process group of `up`, as GNU timeout sends it, ends no process of Ray before its time."""
+    services: Any = importlib.import_module("ray._private.services")
+    popen = services.ConsolePopen
+    services.ConsolePopen = functools.partial(popen, start_new_session=True)
+    try:
+        yield
+    finally:
+        services.ConsolePopen = popen
 
 
 def join_ray(address: str, namespace: str) -> None:

@@ -74,7 +74,10 @@ def find_url(url: str, clusters: list[RunDir]) -> RunDir:
     for cluster in clusters:
         if cluster.cluster.get("http") == Client(url).url:
             return cluster
-    raise WrongUse(f"{url}: no cluster of yours here has that address; there is {_names(clusters) or 'none'}")
+    raise WrongUse(
+        f"{url}: no cluster of yours here has that address; there is {_names(clusters) or 'none'} "
+        "(routers and workers that were started one by one are ended and added the same way)"
+    )
 
 
 def find_ready_file(path: Path, clusters: list[RunDir]) -> RunDir:

@@ -21,7 +21,6 @@ import grpc.aio
 import numpy as np
 import numpy.typing as npt
 from redis.exceptions import RedisError
-from rich.table import Table
 from rich.text import Text
 from warmfront_pb.v1 import common_pb2, inference_pb2, worker_pb2, worker_pb2_grpc
 
@@ -32,7 +31,7 @@ from common.redis_url import RedisUrlError, parse_redis_url
 from common.tls import TlsError, TlsFiles
 from common.worker_token import tokens_of
 from router.worker_client import WorkerTls
-from warmfront.console import Progress, counted, stdout
+from warmfront.console import Grid, Progress, counted, stdout
 from warmfront.errors import DeadlinePassed, Failure, WrongUse
 from warmfront.options import ENV_PREFIX, FILE, Duration, mask_url, read_secret
 from warmfront.run_dir import all_run_dirs
@@ -42,7 +41,7 @@ from worker.prewarm import Progress as Filled
 
 _T = TypeVar("_T")
 _LOOK_PERIOD_S = 0.2
-_SHOWN_CHARS = 60  # of a prefix as text, in a line of the table
+_SHOWN_CHARS = 48  # of a prefix as text, in a line of the table
 _ANY_AGE_S = 24 * 3600.0  # Redis forgets them before
 _REFUSALS = (  # of one prefix: others may still be computed
     *(grpc.StatusCode.INVALID_ARGUMENT, grpc.StatusCode.NOT_FOUND, grpc.StatusCode.INTERNAL),
@@ -105,16 +104,10 @@ def hot(
         click.echo(f"fleet {fleet!r} has no hot prefixes: nothing was hit of late, or its routers run with --no-hot")
         return
     wanted = saved_tokens(found)
-    table = Table(title=f"hot prefixes of fleet {fleet}", title_justify="left", box=None, pad_edge=False)
-    for name in (
-        "value",
-        "tokens",
-        "new",
-        "share",
-        "adapter",
-        "begins with token ids" if decode is None else "at its end",
-    ):
-        table.add_column(name, justify="left" if name[0] in "ab" else "right", no_wrap=True)
+    words = ("adapter", "begins with token ids" if decode is None else "at its end")
+    table = Grid(
+        ("value", "tokens", "new", "share", *words), name="value", left=words, title=f"hot prefixes of fleet {fleet}"
+    )
     done = 0.0
     for one in ranked[:limit]:
         done += one.saved_tokens
@@ -124,7 +117,7 @@ def hot(
         else:
             shown = _shortened(decode(ids[-one.num_new_tokens :]))
         numbers = (f"{one.value:.1f}", f"{one.prefix.num_tokens:,}", f"{one.num_new_tokens:,}", f"{done / wanted:.0%}")
-        table.add_row(*numbers, short_version(one.prefix.lora) or "-", Text(shown))  # a prompt is no markup
+        table.rows.append((*numbers, short_version(one.prefix.lora) or "-", Text(shown)))  # a prompt is no markup
     stdout.print(table)
     click.echo(
         f"hot prefixes: {len(ranked)}, different tokens: {sum(one.num_new_tokens for one in ranked):,}, "

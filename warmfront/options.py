@@ -144,7 +144,7 @@ _TABLE: tuple[Flag | str, ...] = (
     Flag("served-model-name", str, "The name that clients ask for. Default: the model's own."),
     Flag("engine", click.Choice(["model", "simulated"]), "simulated: no model, all else real; for load tests."),
     "Cluster",
-    Flag("replicas", click.IntRange(1, MAX_REPLICAS), "Workers to start; no more than there are GPUs."),
+    Flag("replicas", click.IntRange(1, MAX_REPLICAS), "Workers to start; where there are GPUs, no more than those."),
     Flag("routers", click.IntRange(1, 16), "Routers to start; they share the HTTP and gRPC ports."),
     Flag("without-ray", click.BOOL, "Plain child processes instead of a local Ray cluster."),
     Flag("ready-file", FILE, "Write addresses, replicas and process ids there (JSON, mode 600) once all is ready."),

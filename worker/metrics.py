@@ -28,9 +28,9 @@ _QUEUE_BUCKETS = (0.001, 0.01, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HitRates:
-    """Tokens not computed / prompt tokens, 0 without traffic; ``verdict`` says why where that is little."""
+    """Tokens not computed / prompt tokens; ``verdict`` says why where that is little."""
 
-    last_minute: float = 0.0
+    last_minute: float | None = None  # None: nobody asked
     last_hour: float = 0.0
     host_last_hour: float = 0.0  # the part of that which came back from host memory
     steady: float = 0.0  # since a minute after the start
@@ -54,11 +54,11 @@ class HitWindow:
         self._buckets[-1][1] += num_tokens
         self._buckets[-1][2] += num_hits
 
-    def rate(self, now: float) -> float:
-        """Hits / prompt tokens, 0 without any."""
+    def rate(self, now: float) -> float | None:
+        """Hits / prompt tokens; None without any."""
         self._forget(int(now // self._bucket_s))
         num_tokens = sum(bucket[1] for bucket in self._buckets)
-        return sum(bucket[2] for bucket in self._buckets) / num_tokens if num_tokens else 0.0
+        return sum(bucket[2] for bucket in self._buckets) / num_tokens if num_tokens else None
 
     def _forget(self, number: int) -> None:
         while self._buckets and self._buckets[0][0] <= number - self._num_buckets:
@@ -142,8 +142,8 @@ class WorkerMetrics:
         steady = self._steady_hits / self._steady_tokens if self._steady_tokens else 0.0
         return HitRates(
             last_minute=self._minute.rate(now),
-            last_hour=self._hour.rate(now),
-            host_last_hour=self._host_hour.rate(now),
+            last_hour=self._hour.rate(now) or 0.0,
+            host_last_hour=self._host_hour.rate(now) or 0.0,
             steady=steady,
             verdict=self._verdict() if self._steady_tokens and steady < LOW_HIT_RATE else "",
         )

@@ -28,6 +28,17 @@ def test_the_signal_is_seconds_of_prefill_that_wait_and_full_batches_count_too()
     assert signal_of([]) == Signal()
 
 
+def test_hits_of_replicas_that_nobody_asked_of_late_do_not_fall() -> None:
+    quiet, busy = lease(0), lease(0)
+    for one in (quiet, busy):
+        one.cache.hit_rate_1h = 0.6
+        one.cache.ClearField("hit_rate_1m")
+    busy.cache.hit_rate_1m = 0.5
+    both, idle = signal_of([quiet, busy]), signal_of([quiet])
+    assert (both.hit_rate_1m, both.hit_rate_1h) == (0.5, 0.6)
+    assert (idle.hit_rate_1m, idle.hit_rate_1h) == (0, 0)
+
+
 def feed(scaler: Autoscaler, work: float, seconds: range, **rates: float) -> list[int]:
     signal = Signal(num_ready=1, work=work, **{"hit_rate_1m": 0.8, "hit_rate_1h": 0.8, **rates})
     return [scaler.observe(signal, BOUNDS, float(now)) for now in seconds]

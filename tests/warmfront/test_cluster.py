@@ -67,6 +67,7 @@ class Up:
                 stdin=subprocess.DEVNULL,
                 stdout=out,
                 stderr=err,
+                start_new_session=True,
             )
 
     def wait_ready(self) -> Up:
@@ -93,6 +94,11 @@ class Up:
 
     def stop(self, number: signal.Signals = signal.SIGTERM) -> int:
         self.process.send_signal(number)
+        return self.process.wait(timeout=GUARD_S)
+
+    def stop_group(self) -> int:
+        """As GNU timeout does it: whatever is in the process group of `up` gets the signal as well."""
+        os.killpg(self.process.pid, signal.SIGTERM)
         return self.process.wait(timeout=GUARD_S)
 
     def assert_nothing_is_left(self) -> None:
@@ -287,7 +293,8 @@ def test_on_ray_the_same_and_a_killed_up_is_cleaned_by_down(cli: Cli, temp_root:
         wait_for(lambda: up.replaced(old), "a new w0")
         assert cli("drain", "w0").exit_code == 0
         wait_for(lambda: json.loads(up.ready_file.read_text())["pids"]["worker"] == [], "the drained one stays away")
-        assert up.stop() == 0
+        assert up.stop_group() == 0
+        assert "stopped, nothing is left behind" in up.err.read_text()
         up.assert_nothing_is_left()
         assert "warmfront is ready" in up.out.read_text()
         assert "raylet" not in up.out.read_text() + up.err.read_text()
