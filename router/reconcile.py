@@ -206,8 +206,8 @@ def _judge(group: Group, parts: Sequence[Part], memory: Memory, now: float) -> M
     faults = [f"{part.name}: {part.fault}" for part in parts if part.revision == revision and part.fault]
     if faults:
         return replace(memory, target="", failed=revision, why=faults[0])
-    if now - memory.began_s > group.rollout.deadline_s:
-        num_ready = sum(part.is_ready and part.revision == revision for part in parts)
+    num_ready = sum(part.is_ready and part.revision == revision for part in parts)
+    if now - memory.began_s > group.rollout.deadline_s and num_ready < group.count:
         why = f"{num_ready} of {group.count} were READY after {group.rollout.deadline_s:g} s"
         return replace(memory, target="", failed=revision, why=why, timed_out=True)
     return memory

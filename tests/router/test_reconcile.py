@@ -195,6 +195,12 @@ def test_a_rollout_whose_deadline_passes_is_rolled_back_and_says_that_it_was_tim
     assert world.memory.why == "0 of 2 were READY after 10 s"
 
 
+def test_a_rollout_whose_new_parts_all_serve_at_the_deadline_goes_on_to_its_end() -> None:
+    world = World(workers(1)).settle(4).begin(workers(1, model="b", deadline_s=2.5))
+    world.settle(8)
+    assert (world.phase, world.memory.good, world.least_ready) == ("steady", world.group.revision, 1)
+
+
 def test_no_batch_begins_above_the_load_and_what_has_begun_goes_on() -> None:
     world = World(workers(3)).settle(4).begin(workers(3, model="b", when_below_s=0.5, deadline_s=1000))
     world.wait_s = 0.6

@@ -22,6 +22,7 @@ from warmfront.processes import end_of
 from warmfront.rollout import change_settings
 from warmfront.run_dir import RunDir
 from warmfront.wishes import Wishes
+from worker.loading import default_model_path
 
 
 @contextmanager
@@ -98,7 +99,8 @@ def test_workers_are_scaled_and_replaced_under_load_and_nobody_notices(
         ):
             refused = cli(*arguments)
             assert (refused.exit_code, words in refused.err) == (2, True), refused.err
-        late = cli("rollout", "--deadline", "100ms")
+        # It loads a model for longer than that, unlike a simulated engine, which may be READY at the first look.
+        late = cli("rollout", "--deadline", "100ms", "--set", "engine=model", "--model", f"{default_model_path()}")
         assert (late.exit_code, "0 of 1 were READY after 0.1 s; rolled back" in late.err) == (3, True), late.err
         assert up.stop() == 0
         up.assert_nothing_is_left()
