@@ -160,8 +160,9 @@ class SimulatedWorker(worker_pb2_grpc.WorkerServicer):
         self.running += 1
         self.most_running = max(self.most_running, self.running)
         try:
-            async for message in self._answer(request, context):
-                yield message
+            async with contextlib.aclosing(self._answer(request, context)) as messages:  # it frees its blocks at once
+                async for message in messages:
+                    yield message
             self.num_answered += 1
         except (asyncio.CancelledError, GeneratorExit):  # the one while it computes, the other while it writes
             self.num_cancelled += 1

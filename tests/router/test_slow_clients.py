@@ -31,8 +31,7 @@ def address(cluster: Cluster) -> tuple[str, int]:
 
 
 async def idle(cluster: Cluster, worker: SimulatedWorker) -> None:
-    await until(lambda: worker.running == 0 and cluster.load == 0)
-    assert worker.cache.num_used_blocks == 0
+    await until(lambda: worker.running == cluster.load == worker.cache.num_used_blocks == 0)
 
 
 async def test_a_body_that_does_not_come_gets_408_and_the_connection_ends(cluster: Cluster) -> None:
