@@ -60,8 +60,11 @@ def test_a_killed_worker_is_replaced_and_nothing_of_it_is_believed(two_replicas:
     again = complete(two_replicas, cache_salt=salt)
     assert again.headers["x-warmfront-replica"] != victim, "the warm one is the other now"
     assert cached(again) == int(again.headers["x-warmfront-matched-tokens"]) > 0
-    served = {complete(two_replicas, cache_salt=uuid.uuid4().hex).headers["x-warmfront-replica"] for _ in range(8)}
-    assert victim in served
+    for _ in range(40):  # which of two idle ones that hold nothing of it is drawn by lot
+        if complete(two_replicas, cache_salt=uuid.uuid4().hex).headers["x-warmfront-replica"] == victim:
+            break
+    else:
+        raise AssertionError(f"{victim} got none of 40 new prompts")
 
 
 def test_redis_may_stop_and_come_back_empty(tmp_path: Path) -> None:
