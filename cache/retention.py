@@ -48,11 +48,6 @@ class RetentionBudget:
     max_blocks: int
     max_blocks_per_tenant: int
 
-    @classmethod
-    def of_bytes(cls, total_bytes: int, tenant_bytes: int, block_bytes: int) -> RetentionBudget:
-        """The same in KV bytes; ``block_bytes`` is what one block takes."""
-        return cls(total_bytes // block_bytes, tenant_bytes // block_bytes)
-
 
 @dataclass(slots=True)
 class _Mark:

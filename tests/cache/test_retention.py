@@ -78,7 +78,6 @@ def test_the_budget_of_a_tenant_keeps_the_front_of_what_it_marks() -> None:
     assert cache.num_retained_blocks == 5, "all tenants have no more"
     flood(cache, 20)
     assert [cache.match(chain([tokens] * 20 + [0])) for tokens in (1, 2, 3)] == [12, 0, 8]
-    assert RetentionBudget.of_bytes(1000, 500, 100) == RetentionBudget(10, 5)
 
 
 def test_breakpoints_nest_and_the_front_is_kept_longest() -> None:
