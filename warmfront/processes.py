@@ -22,7 +22,7 @@ from warmfront_pb.v1 import common_pb2
 
 from common.beat import why_dead
 from router.controller import Controller
-from router.launcher import Seen
+from router.launcher import Seen, refuses
 from router.reconcile import DRAINING, GONE, READY, STARTING, Group
 from router.worker_client import is_serving
 from warmfront.desired import DESIRED_FILE, own_ports, read_desired
@@ -183,20 +183,22 @@ class ChildProcesses:
         if lease is not None:
             child.address = lease.address
         state = common_pb2.ReplicaState.Name(lease.state) if lease is not None else STARTING
-        error = ""
+        error, is_ending = "", False
         if state != DRAINING and not child.address:
             error = "its server does not listen yet"
         elif state != DRAINING and not is_serving(child.address, _HEALTH_DEADLINE_S):
-            error = f"its server at {child.address} is not healthy"
+            # One that hangs is still connected to; only one that ends has closed its server, and that takes its time.
+            is_ending = refuses(child.address)
+            error = "" if is_ending else f"its server at {child.address} is not healthy"
         return seen(
             pid=pid,
             address=child.address,
-            state=state,
+            state=DRAINING if is_ending else state,
             generation=lease.generation if lease is not None else "",
             fault=child.fault,
             exit_code=child.exit_code,
             error=error,
-            answers=lease is not None,
+            answers=lease is not None or is_ending,
         )
 
     # In the event loop

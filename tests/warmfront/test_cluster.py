@@ -12,15 +12,19 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import grpc
 import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from tests.fakes.authority import Authority
 from tests.warmfront.conftest import Cli
 from warmfront.client import Client
+from warmfront.desired import read_status
 from warmfront.run_dir import RunDir, all_run_dirs, marked_processes
 from warmfront.store import check_redis
 from worker.loading import default_model_path
@@ -83,6 +87,10 @@ class Up:
     def states(self) -> dict[str, str]:
         replicas = Client(self.ready["http"]).get("/v1/replicas")["replicas"]
         return {one["id"]: one["state"] for one in replicas}
+
+    def part(self, name: str) -> dict[str, Any]:
+        """What the controller tells of a router or worker; empty when it knows none of that name."""
+        return next((part for part in read_status(self.run_dir)["parts"] if part["name"] == name), {})
 
     def replaced(self, old_pid: int) -> bool:
         """Whether the ready file tells of a new w0 that serves in the place of the one that was killed."""
@@ -157,8 +165,19 @@ def test_a_cluster_starts_serves_mends_itself_and_leaves_nothing(cli: Cli, temp_
         # The commands find the only cluster of this machine by themselves.
         status = json.loads(cli("status", "--json").out)
         assert [one["id"] for one in status["replicas"]] == ["w0", "w1"]
-        assert cli("drain", "w1").out.endswith("w1: drained\n")
-        assert wait_for(lambda: up.states().get("w1") in (None, "GONE"), "w1 gone")
+        with grpc.insecure_channel(status["replicas"][1]["address"]) as channel:
+            # Whoever watches it keeps its process for a while after its lease is gone and its server closed.
+            watched = health_pb2_grpc.HealthStub(channel).Watch(health_pb2.HealthCheckRequest())
+            assert next(watched).status == health_pb2.HealthCheckResponse.SERVING
+            with ThreadPoolExecutor(1) as thread:
+                drain = thread.submit(cli, "drain", "w1")
+                told = [up.part("w1")]
+                while told[-1] and not told[-1]["strikes"]:
+                    told.append(up.part("w1"))
+                    time.sleep(0.05)
+            assert drain.result().out.endswith("w1: drained\n")
+        assert {(part["strikes"], part["ended"]) for part in told if part} == {(0, 0)}, "it ends, and does not hang"
+        assert up.states().get("w1") in (None, "GONE")
 
         os.kill(ready["pids"]["redis"][0], signal.SIGKILL)
         wait_for(lambda: "Valkey has ended" in up.err.read_text(), "the end of Valkey")
