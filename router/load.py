@@ -13,11 +13,12 @@ Time is an argument, in seconds on one monotonic clock.
 
 from __future__ import annotations
 
-from array import array
 from collections import deque
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
+
+from router.pending import PendingBlocks, Piece
 
 _WEIGHT = 0.03  # of each first token in what is learned
 _DEFAULT_SPEED = 2_000.0  # prompt tokens per second, until the replicas or experience say better
@@ -169,8 +170,8 @@ class ReplicaLoad:
         self.held_requests = 0
         self.held_tokens = 0
         self.peak = NO_SHARE  # since the last lease
-        self.pending: dict[int, int] = {}  # index key -> requests that will leave it here
-        self._unconfirmed: deque[tuple[int, float, Sequence[int]]] = deque()
+        self.pending = PendingBlocks()
+        self._unconfirmed: deque[tuple[int, float, tuple[Piece, ...]]] = deque()
         self._confirmed_seq = 0
         self._busy_since_s = 0.0
         self._model = model
@@ -216,14 +217,6 @@ class ReplicaLoad:
         if self.in_flight > peak[0] or self.waiting_tokens > peak[2]:
             self.peak = Share(max(self.in_flight, peak[0]), 0, max(self.waiting_tokens, peak[2]))
 
-    def depth(self, keys: array[int], depth: int) -> int:
-        """Leading blocks of ``keys`` held here: ``depth`` of them reported, and the pending ones that follow."""
-        pending = self.pending
-        end = len(keys)
-        while depth < end and keys[depth] in pending:
-            depth += 1
-        return depth
-
     def confirm(self, applied_seq: int, now: float) -> None:
         """The index has applied the replica's events up to ``applied_seq``: what they told is no longer pending.
 
@@ -232,7 +225,8 @@ class ReplicaLoad:
         self._confirmed_seq = applied_seq
         waiting = self._unconfirmed
         while waiting and (waiting[0][0] <= self._confirmed_seq or waiting[0][1] <= now):
-            self._forget(waiting.popleft()[2])
+            for piece in waiting.popleft()[2]:
+                self.pending.remove(piece)
 
     def _learn(self, charged_tokens: int, started_s: float, now: float) -> None:
         service_s = now - max(started_s, self._busy_since_s)
@@ -248,31 +242,20 @@ class ReplicaLoad:
         self._actual_s += _WEIGHT * (service_s - self._actual_s)
         self._expected_s += _WEIGHT * (expected_s - self._expected_s)
 
-    def expect(self, keys: Sequence[int]) -> None:
-        """A request is on its way that will leave these blocks. ``settle`` follows, once."""
-        pending = self.pending
-        for key in keys:
-            pending[key] = pending.get(key, 0) + 1
+    def expect(self, keys: Sequence[int]) -> Piece:
+        """A request is on its way that will leave these blocks, one after the other. ``settle`` follows, once."""
+        return self.pending.add(keys)
 
-    def settle(self, keys: Sequence[int], event_seq: int | None, output_keys: Sequence[int], now: float) -> None:
+    def settle(self, piece: Piece, event_seq: int | None, output_keys: Sequence[int], now: float) -> None:
         """That request has ended: its blocks, and those of its answer, stay pending until event ``event_seq``.
 
         None: it failed, they will not come.
         """
         if event_seq is None or event_seq <= self._confirmed_seq:
-            self._forget(keys)
+            self.pending.remove(piece)
             return
-        self.expect(output_keys)
-        self._unconfirmed.append((event_seq, now + _CONFIRM_TIMEOUT_S, [*keys, *output_keys]))
-
-    def _forget(self, keys: Sequence[int]) -> None:
-        pending = self.pending
-        for key in keys:
-            left = pending[key] - 1
-            if left:
-                pending[key] = left
-            else:
-                del pending[key]
+        answers = self.pending.add(output_keys, are_chained=False)  # of several choices
+        self._unconfirmed.append((event_seq, now + _CONFIRM_TIMEOUT_S, (piece, answers)))
 
 
 class Ticket:
@@ -281,11 +264,11 @@ class Ticket:
     __slots__ = (
         "_charged_tokens",
         "_journal",
-        "_keys",
         "_load",
         "_num_choices",
         "_number",
         "_open",
+        "_piece",
         "_started_s",
         "_waiting",
     )
@@ -303,7 +286,6 @@ class Ticket:
             load._busy_since_s = now
         self._load = load
         self._charged_tokens = miss_tokens
-        self._keys = keys
         self._num_choices = num_choices
         self._started_s = now
         self._waiting = True
@@ -311,7 +293,7 @@ class Ticket:
         load.in_flight += num_choices
         load.waiting_requests += 1
         load.waiting_tokens += miss_tokens
-        load.expect(keys)
+        self._piece = load.expect(keys)
         self._journal = journal
         share = Share(num_choices, 1, miss_tokens)
         self._number = journal.add(0, load.replica, share, keys) if journal is not None else 0
@@ -335,7 +317,7 @@ class Ticket:
         load.falls()
         change = Share(-self._num_choices).plus(self._stop_waiting())
         load.in_flight -= self._num_choices
-        load.settle(self._keys, event_seq, output_keys, now)
+        load.settle(self._piece, event_seq, output_keys, now)
         self._tell(change, output_keys, ended=True, event_seq=event_seq or 0)
 
     def _stop_waiting(self) -> Share:

@@ -15,6 +15,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from warmfront_pb.v1 import router_pb2
 
 from router.load import NO_SHARE, LoadBook, ReplicaLoad, Share, Step
+from router.pending import Piece
 
 _PENDING_TIMEOUT_S = 60.0  # blocks of a request whose end was never heard of
 _MAX_PENDING = 16_384  # requests of one router
@@ -31,7 +32,7 @@ class _Peer:
         self.seq = 0  # of the last step taken
         self.shares: dict[str, Share] = {}
         self.steps: deque[tuple[int, str, Share]] = deque(maxlen=_MAX_STEPS)  # after the totals
-        self.pending: dict[int, tuple[float, ReplicaLoad, Sequence[int]]] = {}
+        self.pending: dict[int, tuple[float, ReplicaLoad, Piece]] = {}
 
 
 class PeerLoads:
@@ -106,11 +107,11 @@ class PeerLoads:
         for replica in before.keys() | peer.shares.keys():
             self._set(router, peer, replica, NO_SHARE, now)
         while peer.pending:
-            ticket, (expires_s, replica_load, keys) = next(iter(peer.pending.items()))
+            ticket, (expires_s, replica_load, piece) = next(iter(peer.pending.items()))
             if expires_s > now and len(peer.pending) <= _MAX_PENDING:
                 break
             del peer.pending[ticket]
-            replica_load.settle(keys, None, (), now)
+            replica_load.settle(piece, None, (), now)
 
     def _set(
         self, router: str, peer: _Peer, replica: str, change: Share, now: float, has_progressed: bool = False
@@ -128,15 +129,13 @@ class PeerLoads:
         """Its blocks are pending from its first step until its end, and then as those of our own requests."""
         if not step.ended:
             if step.keys and step.ticket == step.seq and step.ticket not in peer.pending:
-                keys = unpack(step.keys)
                 load = self._loads.of(step.replica)
-                load.expect(keys)
-                peer.pending[step.ticket] = (now + _PENDING_TIMEOUT_S, load, keys)
+                peer.pending[step.ticket] = (now + _PENDING_TIMEOUT_S, load, load.expect(unpack(step.keys)))
             return
         known = peer.pending.pop(step.ticket, None)
         if known is not None:
-            _, load, blocks = known
-            load.settle(blocks, step.event_seq or None, unpack(step.keys), now)
+            _, load, piece = known
+            load.settle(piece, step.event_seq or None, unpack(step.keys), now)
 
     def _forget(self, router: str, now: float) -> None:
         peer = self._peers.pop(router, None)
@@ -144,8 +143,8 @@ class PeerLoads:
             return
         for replica in peer.shares:
             self._loads.set_share(router, replica, NO_SHARE, now)
-        for _, load, keys in peer.pending.values():
-            load.settle(keys, None, (), now)
+        for _, load, piece in peer.pending.values():
+            load.settle(piece, None, (), now)
 
 
 def totals_of(loads: LoadBook, boot: str) -> router_pb2.RouterLoad:

@@ -176,10 +176,12 @@ class Placement:
             load = self._loads.of(name)
             speed = load.speed
             on_device, held = reported.get(name, _NOTHING)
-            depth = load.depth(keys, held) if load.pending else held
+            pending = load.pending
+            num_pending = len(pending)
+            depth = pending.depth(keys, held) if num_pending else held
             depths[name] = depth
             matched = min(depth, most) if cache.prefix_caching else 0
-            free_blocks = cache.kv_blocks - self._index.num_blocks(name) - len(load.pending)
+            free_blocks = cache.kv_blocks - self._index.num_blocks(name) - num_pending
             if cache.host_kv_blocks:  # what leaves the device is lost only when host memory is full too
                 free_blocks += cache.host_kv_blocks - self._index.num_blocks(name, Tier.HOST)
             candidates.append(
