@@ -29,7 +29,7 @@ import cbor2
 import xxhash
 
 from cache.block_hash import ALGORITHMS, BlockChain, HashScheme, pack_keys
-from cache.events import EventBatch, Removed, Stored
+from cache.events import EventBatch, Removed, Snapshot, Stored, encode_snapshot, read_snapshot
 from cache.prefix_cache import PrefixCache
 from cache.prefix_index import PrefixIndex
 
@@ -335,6 +335,36 @@ def bench_index(rounds: int) -> None:
     index.check_invariants()
 
 
+def bench_snapshot(num_blocks: int) -> None:
+    """A replica's snapshot is taken in by parts, then it leaves: chains of 32 blocks, a third of them branches."""
+    rng = random.Random(1)
+    chains: list[Stored] = []
+    while len(chains) * 32 < num_blocks:
+        parent = rng.choice(rng.choice(chains).keys) if chains and rng.random() < 0.33 else 0
+        chains.append(Stored(parent, array("Q", rng.randbytes(8 * 32))))
+    data = encode_snapshot(Snapshot("w0", "g", 1, tuple(chains)))
+    index = PrefixIndex()
+    loading = index.loading(*read_snapshot(data))
+
+    def part_times(go_on: Callable[[], bool]) -> list[float]:
+        times, is_more = [], True
+        while is_more:
+            begin = time.process_time()
+            is_more = go_on()
+            times.append(time.process_time() - begin)
+        return sorted(times)
+
+    for name, go_on in (("taken in", lambda: next(loading, "end") != "end"), ("let go of", index.sweep)):
+        if name == "let go of":
+            index.drop("w0")
+        times = part_times(go_on)
+        what = f"snapshot of {num_blocks} blocks {name}"
+        report(f"{what} by {len(times)} parts, in all", sum(times) * 1e3, "ms CPU", 3e-3 * num_blocks)
+        report(f"{what}, a part", times[len(times) // 2] * 1e3, "ms CPU", 2.0)
+        report(f"{what}, the longest part", times[-1] * 1e3, "ms CPU", 100.0)
+    assert not len(index)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="fewer rounds and 100,000 blocks instead of a million")
@@ -343,6 +373,8 @@ def main() -> None:
     bench_hashing(11 if options.quick else 101)
     bench_pool(options.quick)
     bench_index(101 if options.quick else 1001)
+    for num_blocks in (200_000,) if options.quick else (200_000, 1_000_000):
+        bench_snapshot(num_blocks)
 
 
 if __name__ == "__main__":

@@ -22,7 +22,7 @@ from __future__ import annotations
 import struct
 import sys
 from array import array
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from enum import IntEnum
 from typing import TypeAlias
@@ -41,6 +41,7 @@ _PREAMBLE = struct.Struct("<BB")
 _LENGTH = struct.Struct("<H")
 _NUMBERS = struct.Struct("<QI")
 _EVENT = struct.Struct("<IBBBB")
+_EVENT_LENGTH = struct.Struct("<I")
 _KEY_BYTES = 8
 
 
@@ -144,11 +145,17 @@ def encode_snapshot(snapshot: Snapshot) -> bytes:
 
 def decode_snapshot(data: bytes) -> Snapshot:
     """The snapshot. ``EventDecodeError`` when anything in it is bad: half a snapshot would be a wrong one."""
+    replica, generation, seq, runs = read_snapshot(data)
+    return Snapshot(replica, generation, seq, tuple(runs))
+
+
+def read_snapshot(data: bytes) -> tuple[ReplicaId, str, int, Iterator[Stored]]:
+    """The same one by one: replica, generation, sequence number, and the runs as they are asked for.
+
+    ``EventDecodeError``, here or from the runs, when anything in it is bad.
+    """
     replica, generation, seq, events = _decode(_SNAPSHOT, data)
-    runs = tuple(event for event in events if isinstance(event, Stored))
-    if len(runs) != len(events):
-        raise EventDecodeError("a snapshot holds something other than stored runs")
-    return Snapshot(replica, generation, seq, runs)
+    return replica, generation, seq, map(_stored_alone, events)
 
 
 def chain_runs(
@@ -206,7 +213,7 @@ def _encode_event(event: Event) -> bytes:
     return _EVENT.pack(_EVENT.size - 4 + len(payload), kind, tier, reason, 0) + payload
 
 
-def _decode(kind: int, data: bytes) -> tuple[str, str, int, list[Event]]:
+def _decode(kind: int, data: bytes) -> tuple[str, str, int, Iterator[Event]]:
     try:
         version, found = _PREAMBLE.unpack_from(data)
         if version != _VERSION or found != kind:
@@ -219,20 +226,29 @@ def _decode(kind: int, data: bytes) -> tuple[str, str, int, list[Event]]:
             names.append(data[at : at + length].decode())
             at += length
         seq, count = _NUMBERS.unpack_from(data, at)
-        at += _NUMBERS.size
-        events: list[Event] = []
-        for _ in range(count):
-            (length,) = struct.unpack_from("<I", data, at)
-            end = at + 4 + length
-            if end > len(data):
-                raise EventDecodeError(f"event {len(events)} of {count} ends at byte {end} of {len(data)}")
-            events.append(_decode_event(data, at, end))
-            at = end
     except (struct.error, UnicodeDecodeError) as error:
         raise EventDecodeError(str(error)) from error
+    return names[0], names[1], seq, _decode_events(data, at + _NUMBERS.size, count)
+
+
+def _decode_events(data: bytes, at: int, count: int) -> Iterator[Event]:
+    for number in range(count):
+        if at + _EVENT_LENGTH.size > len(data):
+            raise EventDecodeError(f"event {number} of {count} begins at byte {at} of {len(data)}")
+        (length,) = _EVENT_LENGTH.unpack_from(data, at)
+        end = at + _EVENT_LENGTH.size + length
+        if end > len(data):
+            raise EventDecodeError(f"event {number} of {count} ends at byte {end} of {len(data)}")
+        yield _decode_event(data, at, end)
+        at = end
     if at != len(data):
         raise EventDecodeError(f"{len(data) - at} bytes are left over")
-    return names[0], names[1], seq, events
+
+
+def _stored_alone(event: Event) -> Stored:
+    if not isinstance(event, Stored):
+        raise EventDecodeError("a snapshot holds something other than stored runs")
+    return event
 
 
 def _decode_event(data: bytes, at: int, end: int) -> Event:

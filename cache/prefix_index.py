@@ -10,12 +10,16 @@ Branches hang at positions of a run, so runs never split.
 Events tell the first copy of a block that comes to a tier and the last that goes, so what they tell is always news. An
 event that is none (a block stored that stands here already, one removed that does not) shows that the index was wrong
 before it, be the count right or not: such a batch is applied and called ``CONTRADICTED``.
+
+What is held is written down by a replica's record, not by its name. So a snapshot is taken in by a new record, part by
+part, and then takes the old one's place at once; and what a record that has gone held is let go of part by part.
 """
 
 from __future__ import annotations
 
 from array import array
-from collections.abc import Mapping
+from collections import deque
+from collections.abc import Generator, Iterable, Mapping
 from enum import Enum
 from typing import NamedTuple
 
@@ -59,24 +63,40 @@ class _Run:
         self.position = position
         self.parent_key = parent_key
         self.branches: dict[int, _Run] | None = None
-        self.held: tuple[dict[ReplicaId, Held], dict[ReplicaId, Held]] = ({}, {})
+        self.held: tuple[dict[_Replica, Held], dict[_Replica, Held]] = ({}, {})
         self.used = 0
 
 
 class _Replica:
-    __slots__ = ("generation", "is_complete", "is_contradicted", "num_bad_events", "num_blocks", "runs", "seq")
+    """What is known of a replica: of the one that ``is_current``, or of one that comes or goes."""
 
-    def __init__(self, generation: str, seq: int) -> None:
+    __slots__ = (
+        "generation",
+        "is_complete",
+        "is_contradicted",
+        "is_current",
+        "name",
+        "num_bad_events",
+        "num_blocks",
+        "runs",
+        "seq",
+    )
+
+    def __init__(self, name: ReplicaId, generation: str, seq: int) -> None:
+        self.name = name
         self.generation = generation
         self.seq = seq
+        self.is_current = False
         self.num_blocks = [0, 0]
         self.num_bad_events = 0
         self.is_complete = True
         self.is_contradicted = False  # by an event of the batch that is being applied
-        self.runs: set[_Run] = set()
+        self.runs: dict[_Run, None] = {}  # in which it holds something; a run mostly comes after its parent
 
 
 _MAX_REMEMBERED_DROPS = 4096
+_PART_BLOCKS = 1024  # about a millisecond's work
+_RUN_BLOCKS = 16  # a run costs as much as so many blocks of it
 _POSITION_BITS = 32
 _POSITION_MASK = (1 << _POSITION_BITS) - 1
 _NONE: Mapping[ReplicaId, Depths] = {}
@@ -86,12 +106,15 @@ class PrefixIndex:
     """Which replica holds which blocks, by tier. One thread owns it.
 
     ``max_blocks`` bounds the different blocks known: beyond it the runs unused for longest are forgotten.
+    ``part_blocks`` is how many blocks are taken in or let go of in one part.
     """
 
-    def __init__(self, max_blocks: int = 16_000_000) -> None:
+    def __init__(self, max_blocks: int = 16_000_000, part_blocks: int = _PART_BLOCKS) -> None:
         self.max_blocks = max_blocks
+        self._part_blocks = part_blocks
         self._roomy = max_blocks * 9 // 10
         self._replicas: dict[ReplicaId, _Replica] = {}
+        self._gone: deque[_Replica] = deque()  # whose blocks still stand here
         self._dropped: dict[ReplicaId, str] = {}
         self._roots: dict[int, _Run] = {}
         self._orphans: dict[int, dict[int, _Run]] = {}
@@ -110,8 +133,8 @@ class PrefixIndex:
             return _NONE
         self._tick += 1
         query = _view(keys)
-        device: dict[ReplicaId, int] = {}
-        total: dict[ReplicaId, int] = device if not self._num_host_blocks else {}
+        device: dict[_Replica, int] = {}
+        total: dict[_Replica, int] = device if not self._num_host_blocks else {}
         start = 0
         while run is not None:
             run.used = self._tick
@@ -126,15 +149,17 @@ class PrefixIndex:
             run = branch if branch is not None and branch.position == num_same - 1 else None
         known: dict[int, Depths] = {}
         depths: dict[ReplicaId, Depths] = {}
-        for replica, count in total.items():
-            on_device = count if total is device else device.get(replica, 0)
+        for state, count in total.items():
+            if not state.is_current:
+                continue
+            on_device = count if total is device else device.get(state, 0)
             if on_device == count:
                 found = known.get(count)
                 if found is None:
                     found = known[count] = Depths(count, count)
-                depths[replica] = found
+                depths[state.name] = found
             else:
-                depths[replica] = Depths(on_device, count)
+                depths[state.name] = Depths(on_device, count)
         return depths
 
     def num_blocks(self, replica: ReplicaId, tier: Tier = Tier.DEVICE) -> int:
@@ -187,17 +212,50 @@ class PrefixIndex:
     # Changing
 
     def load(self, replica: ReplicaId, snapshot: Snapshot) -> None:
-        """Replace all that is known of a replica. A snapshot older than what stands here is ignored."""
-        known = self._replicas.get(replica)
-        if known is not None:
-            if (snapshot.generation, snapshot.seq) < (known.generation, known.seq):
-                return
-            self._forget_blocks(replica, known)
-        self._dropped.pop(replica, None)
-        state = self._replicas[replica] = _Replica(snapshot.generation, snapshot.seq)
-        for event in snapshot.runs:
-            self._store(replica, state, event)
-        self._stay_within_bound()
+        """Replace all that is known of a replica, be it newer or older. In one go: see ``loading``."""
+        for _ in self.loading(replica, snapshot.generation, snapshot.seq, snapshot.runs):
+            pass
+
+    def loading(
+        self, replica: ReplicaId, generation: str, seq: int, runs: Iterable[Stored]
+    ) -> Generator[None, None, None]:
+        """The same in parts: a caller can do something else before the next one, about a millisecond's work.
+
+        Until the last part the replica is as it was, and events for it are applied; then the snapshot stands, and the
+        events after number ``seq`` have to come again. Where ``runs`` raises, or this is closed before its end, the
+        replica stays as it is.
+        """
+        state = _Replica(replica, generation, seq)
+        try:
+            done = 0
+            for event in runs:
+                self._store(state, event)
+                done += _RUN_BLOCKS + len(event.keys)
+                if done >= self._part_blocks:
+                    self._stay_within_bound()
+                    yield
+                    done = 0
+            self._stay_within_bound()
+            self._dropped.pop(replica, None)
+            self._replace(self._replicas.get(replica), state)
+        finally:
+            if not state.is_current:
+                self._gone.append(state)
+
+    def sweep(self) -> bool:
+        """Let go of a part, about a millisecond's work, of what is held by nobody any more; whether some is left."""
+        done = 0
+        while self._gone and done < self._part_blocks:
+            state = self._gone[0]
+            if not state.runs:
+                self._gone.popleft()
+                continue
+            run, _ = state.runs.popitem()  # the last first: a run whose many branches all go is looked at once
+            num_held_here = [num_held(held.pop(state, 0)) for held in run.held]
+            self._num_host_blocks -= num_held_here[Tier.HOST]
+            done += _RUN_BLOCKS + sum(num_held_here)
+            self._trim(run)
+        return bool(self._gone)
 
     def apply(self, replica: ReplicaId, batch: EventBatch) -> Outcome:
         """Apply the events not seen yet.
@@ -212,10 +270,8 @@ class PrefixIndex:
         if state is None or batch.generation > state.generation:
             if batch.first_seq != 1:
                 return Outcome.GAP
-            if state is not None:
-                self._forget_blocks(replica, state)
             self._dropped.pop(replica, None)
-            state = self._replicas[replica] = _Replica(batch.generation, 0)
+            state = self._replace(state, _Replica(replica, batch.generation, 0))
         elif batch.generation < state.generation or batch.last_seq <= state.seq:
             return Outcome.STALE
         elif batch.first_seq > state.seq + 1:
@@ -223,11 +279,11 @@ class PrefixIndex:
         was_complete, state.is_contradicted = state.is_complete, False
         for event in batch.events[state.seq + 1 - batch.first_seq :]:
             if isinstance(event, Stored):
-                self._store(replica, state, event)
+                self._store(state, event)
             elif isinstance(event, Removed):
-                self._remove(replica, state, event)
+                self._remove(state, event)
             elif isinstance(event, Cleared):
-                self._forget_blocks(replica, state)
+                state = self._emptied(state)
             else:
                 state.num_bad_events += 1
         state.seq = batch.last_seq
@@ -247,7 +303,7 @@ class PrefixIndex:
         state = self._replicas.pop(replica, None)
         if state is None:
             return
-        self._forget_blocks(replica, state)
+        self._retire(state)
         self._dropped.pop(replica, None)
         self._dropped[replica] = state.generation
         if len(self._dropped) > _MAX_REMEMBERED_DROPS:
@@ -261,7 +317,7 @@ class PrefixIndex:
         keys, found = self._places.items()
         assert dict(zip(keys.tolist(), found.tolist(), strict=True)) == places
         assert len(places) == sum(len(run.keys) for run in runs)
-        counted = {replica: [0, 0] for replica in self._replicas}
+        counted = {state: [0, 0] for state in self._replicas.values()}
         for run in runs:
             assert self._runs[run.number] is run
             assert run.keys
@@ -270,14 +326,18 @@ class PrefixIndex:
                 assert run.parent.keys[run.position] == run.parent_key
             assert len(run.keys) == _needed_length(run)
             for tier, held in enumerate(run.held):
-                for replica, what in held.items():
+                for state, what in held.items():
                     assert what and length_of(what) <= len(run.keys)
                     assert is_canonical(what)
-                    assert run in self._replicas[replica].runs
-                    counted[replica][tier] += num_held(what)
+                    assert run in state.runs
+                    counted.setdefault(state, [0, 0])[tier] += num_held(what)
         for replica, state in self._replicas.items():
-            assert state.num_blocks == counted[replica]
-            assert all(replica in run.held[0] or replica in run.held[1] for run in state.runs)
+            assert state.is_current
+            assert state.name == replica
+            assert state.num_blocks == counted[state]
+        assert not any(state.is_current for state in self._gone)
+        for state in counted:
+            assert all(state in run.held[0] or state in run.held[1] for run in state.runs)
             assert all(self._runs[run.number] is run for run in state.runs)
         assert self._num_host_blocks == sum(count[Tier.HOST] for count in counted.values())
         assert not self._dropped.keys() & self._replicas.keys()
@@ -285,7 +345,7 @@ class PrefixIndex:
 
     # Inside
 
-    def _store(self, replica: ReplicaId, state: _Replica, event: Stored) -> None:
+    def _store(self, state: _Replica, event: Stored) -> None:
         """Walk down from the parent, making the runs that are missing, and mark what is passed as held."""
         keys = event.keys
         parent: _Run | None = None
@@ -299,7 +359,7 @@ class PrefixIndex:
             if run is not None:
                 if position + 1 < len(run.keys) and run.keys[position + 1] == keys[done]:
                     num_same = _num_same(_view(run.keys)[position + 1 :], _view(keys)[done:])
-                    self._hold(replica, state, run, event.tier, position + 1, position + 1 + num_same)
+                    self._hold(state, run, event.tier, position + 1, position + 1 + num_same)
                     position += num_same
                     done += num_same
                     above = keys[done - 1]
@@ -320,7 +380,7 @@ class PrefixIndex:
                 state.num_bad_events += 1
                 state.is_contradicted = True
                 return
-            parent = self._grow(replica, state, event.tier, run, position, above, fresh)
+            parent = self._grow(state, event.tier, run, position, above, fresh)
             position = len(parent.keys) - 1
             done += len(fresh)
             above = fresh[-1]
@@ -334,14 +394,7 @@ class PrefixIndex:
         return run.parent_key != ROOT_KEY and run.parent_key in fresh
 
     def _grow(
-        self,
-        replica: ReplicaId,
-        state: _Replica,
-        tier: Tier,
-        run: _Run | None,
-        position: int,
-        above: int,
-        fresh: array[int],
+        self, state: _Replica, tier: Tier, run: _Run | None, position: int, above: int, fresh: array[int]
     ) -> _Run:
         """Keys not known before follow ``above``: they lengthen a run that ends there or begin a new one."""
         if run is not None and position + 1 == len(run.keys):
@@ -357,7 +410,7 @@ class PrefixIndex:
                 self._runs[number] = run
             self._siblings(run)[fresh[0]] = run
         self._places.insert_run(fresh, run.number << _POSITION_BITS | start)
-        self._hold(replica, state, run, tier, start, start + len(fresh))
+        self._hold(state, run, tier, start, start + len(fresh))
         if self._orphans:
             for offset, key in enumerate(fresh, start):
                 for orphan in self._orphans.pop(key, {}).values():
@@ -365,18 +418,18 @@ class PrefixIndex:
                     self._siblings(orphan)[orphan.keys[0]] = orphan
         return run
 
-    def _hold(self, replica: ReplicaId, state: _Replica, run: _Run, tier: Tier, start: int, end: int) -> None:
+    def _hold(self, state: _Replica, run: _Run, tier: Tier, start: int, end: int) -> None:
         run.used = self._tick
         held = run.held[tier]
-        before = held.get(replica, 0)
-        held[replica] = after = with_range(before, start, end)
-        state.runs.add(run)
+        before = held.get(state, 0)
+        held[state] = after = with_range(before, start, end)
+        state.runs[run] = None
         num_new = num_held(after) - num_held(before)
         if num_new != end - start:
             state.is_contradicted = True
         self._count(state, tier, num_new)
 
-    def _remove(self, replica: ReplicaId, state: _Replica, event: Removed) -> None:
+    def _remove(self, state: _Replica, event: Removed) -> None:
         """Chains are evicted from their ends, so most events are pieces of runs in falling order."""
         keys = event.keys
         done = 0
@@ -391,28 +444,28 @@ class PrefixIndex:
                 falling = _view(run.keys)[position::-1]
                 count = _num_same(falling, _view(keys)[done:])
                 del falling
-            self._release(replica, state, run, event.tier, position + 1 - count, position + 1)
+            self._release(state, run, event.tier, position + 1 - count, position + 1)
             done += count
 
-    def _release(self, replica: ReplicaId, state: _Replica, run: _Run, tier: Tier, start: int, end: int) -> None:
-        before = run.held[tier].get(replica, 0)
+    def _release(self, state: _Replica, run: _Run, tier: Tier, start: int, end: int) -> None:
+        before = run.held[tier].get(state, 0)
         after = without_range(before, start, end)
         num_gone = num_held(before) - num_held(after)
         if num_gone != end - start:
             state.is_contradicted = True
         if not num_gone:
             return
-        self._set_held(replica, state, run, tier, after)
+        self._set_held(state, run, tier, after)
         self._count(state, tier, -num_gone)
         self._trim(run)
 
-    def _set_held(self, replica: ReplicaId, state: _Replica, run: _Run, tier: int, what: Held) -> None:
+    def _set_held(self, state: _Replica, run: _Run, tier: int, what: Held) -> None:
         if what:
-            run.held[tier][replica] = what
+            run.held[tier][state] = what
             return
-        run.held[tier].pop(replica, None)
-        if replica not in run.held[1 - tier]:
-            state.runs.discard(run)
+        run.held[tier].pop(state, None)
+        if state not in run.held[1 - tier]:
+            state.runs.pop(run, None)
 
     def _count(self, state: _Replica, tier: int, change: int) -> None:
         state.num_blocks[tier] += change
@@ -454,20 +507,31 @@ class PrefixIndex:
             return run.parent.branches
         return self._roots if run.parent_key == ROOT_KEY else self._orphans.setdefault(run.parent_key, {})
 
-    def _forget_blocks(self, replica: ReplicaId, state: _Replica) -> None:
-        for run in list(state.runs):
-            for held in run.held:
-                held.pop(replica, None)
-            if run.keys:
-                self._trim(run)
-        self._num_host_blocks -= state.num_blocks[Tier.HOST]
-        state.runs.clear()
-        state.num_blocks = [0, 0]
-        state.is_complete = True
+    def _replace(self, old: _Replica | None, new: _Replica) -> _Replica:
+        """The one is no longer what is known, the other is."""
+        if old is not None:
+            self._retire(old)
+        new.is_current = True
+        self._replicas[new.name] = new
+        return new
+
+    def _emptied(self, state: _Replica) -> _Replica:
+        empty = _Replica(state.name, state.generation, state.seq)
+        empty.num_bad_events, empty.is_contradicted = state.num_bad_events, state.is_contradicted
+        return self._replace(state, empty)
+
+    def _retire(self, state: _Replica) -> None:
+        """Nothing is known by it any more; what it held goes by and by, where it is not much at once."""
+        state.is_current = False
+        self._gone.append(state)
+        self.sweep()
 
     def _stay_within_bound(self) -> None:
         """Forget the runs unused for longest that nothing hangs at, until a tenth of the bound is free."""
         while len(self._places) > self.max_blocks:
+            if self._gone:
+                self.sweep()
+                continue
             leaves = sorted(
                 (run for run in self._runs if run is not None and run.branches is None), key=lambda run: run.used
             )
@@ -475,11 +539,10 @@ class PrefixIndex:
                 if len(self._places) <= self._roomy:
                     break
                 for tier, held in enumerate(run.held):
-                    for replica, what in list(held.items()):
-                        state = self._replicas[replica]
+                    for state, what in list(held.items()):
                         state.is_complete = False
                         self._count(state, tier, -num_held(what))
-                        self._set_held(replica, state, run, tier, 0)
+                        self._set_held(state, run, tier, 0)
                 self._trim(run)
 
     def _locate(self, key: int) -> tuple[_Run | None, int]:
@@ -512,26 +575,26 @@ def _num_same(keys: npt.NDArray[np.uint64], query: npt.NDArray[np.uint64]) -> in
     return first if differs[first] else length
 
 
-def _reach(held: Mapping[ReplicaId, Held], depths: dict[ReplicaId, int], start: int, num_same: int) -> bool:
+def _reach(held: Mapping[_Replica, Held], depths: dict[_Replica, int], start: int, num_same: int) -> bool:
     """Deepen whoever got as far as ``start`` by the front of a run; whether anybody got through all of it."""
     reached = False
-    for replica, what in held.items():
-        if not start or depths.get(replica) == start:
+    for state, what in held.items():
+        if not start or depths.get(state) == start:
             front = what if what >= 0 else front_of(what)
             if front >= num_same:
                 front = num_same
                 reached = True
             if front:
-                depths[replica] = start + front
+                depths[state] = start + front
     return reached
 
 
-def _union(run: _Run) -> Mapping[ReplicaId, Held]:
+def _union(run: _Run) -> Mapping[_Replica, Held]:
     """What each replica holds of a run in any tier."""
     device, host = run.held
     if not host:
         return device
-    return dict(device) | {replica: either(device.get(replica, 0), host[replica]) for replica in host}
+    return dict(device) | {state: either(device.get(state, 0), host[state]) for state in host}
 
 
 def _needed_length(run: _Run) -> int:

@@ -4,8 +4,9 @@ Each replica generation is one feed: its snapshot, then its stream of numbered e
 wrong shows as a gap in the numbers, as events that contradict what stands here or, by the lease, which tells the
 replica's last number and its block count, as events that never came or a count that differs (``audit``); so even an
 idle replica's lost event heals within a heartbeat. Then a snapshot from after the hole is needed. If the one in Redis
-is older, the replica is asked for a new one; until it comes the events after the hole are applied all the same: stale
-is better than nothing.
+is older, the replica is asked for a new one; until it stands the events after the hole are applied all the same: stale
+is better than nothing. A snapshot of many blocks is taken in by parts, with requests and other replicas' events in
+between, and then stands all at once; its stream is read again from its number on.
 
 Somebody else's events in a stream are found out by their numbers too: the replica's leases do not reach them.
 """
@@ -14,7 +15,7 @@ import asyncio
 import logging
 import random
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,7 +23,7 @@ import redis.asyncio as redis_asyncio
 from redis.exceptions import RedisError, ResponseError
 from warmfront_pb.v1 import common_pb2
 
-from cache.events import EventDecodeError, Malformed, Snapshot, Tier, decode_batch, decode_snapshot
+from cache.events import EventDecodeError, Malformed, Stored, Tier, decode_batch, read_snapshot
 from cache.prefix_index import Outcome, PrefixIndex
 from common.redis_keys import FleetKeys, is_wrong_type, wrong_types
 from router.metrics import REFUSED, RouterMetrics
@@ -31,7 +32,9 @@ log = logging.getLogger(__name__)
 
 _FIELD, _MADE_MS = b"b", b"t"
 _READ_COUNT = 256  # batches of one stream per read
-_READ_BLOCK_MS = 100  # also how late a new feed is noticed
+_READ_BLOCK_MS = 100  # also how late a feed's stream is first read
+_READ_BLOCK_SOON_MS = 5  # while a feed waits for that
+_LOAD_PERIOD_S = 0.02  # how late it is noticed that a snapshot is needed
 _READ_PERIOD_S = 0.002  # batches that come closer together share a read, which costs more than they do
 _MAX_LOADS_AT_ONCE = 8
 _FIRST_RETRY_S, _LAST_RETRY_S = 0.1, 2.0
@@ -189,11 +192,15 @@ class IndexMirror:
 
     async def run(self) -> None:
         """Load, read and apply until stopped. Goes on by itself when Redis comes back."""
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(self._keep_loading())
+            tasks.create_task(self._keep_reading())
+
+    async def _keep_reading(self) -> None:
         pause_s = _FIRST_RETRY_S
         while not self._is_stopped:
             try:
-                are_more_due = await self._load_due()
-                has_news = await self._read_streams(1 if are_more_due else _READ_BLOCK_MS)
+                has_news = await self._read_streams()
                 self.was_loaded = self.was_loaded or self._is_loaded()
                 if has_news:
                     await asyncio.sleep(_READ_PERIOD_S)
@@ -206,69 +213,111 @@ class IndexMirror:
                 await asyncio.sleep(pause_s * self._rng.uniform(0.5, 1.5))
                 pause_s = min(2 * pause_s, 1.0)
 
+    async def _keep_loading(self) -> None:
+        pause_s = _FIRST_RETRY_S
+        while not self._is_stopped:
+            try:
+                await self._load_due()
+                pause_s = _FIRST_RETRY_S
+            except (RedisError, OSError):  # the reading tells of it
+                await asyncio.sleep(pause_s * self._rng.uniform(0.5, 1.5))
+                pause_s = min(2 * pause_s, 1.0)
+            await asyncio.sleep(0 if self.index.sweep() else _LOAD_PERIOD_S)
+
     def _is_loaded(self) -> bool:
         feeds = self._feeds.values()
         return bool(feeds) and all(
             feed.num_tries >= _ENOUGH_TRIES or (feed.num_reads and not feed.is_due) for feed in feeds
         )
 
-    async def _load_due(self) -> bool:
-        """Look for some of the snapshots that are needed now; whether others are left."""
+    async def _load_due(self) -> None:
+        """Look for all snapshots that are needed now, several at once; they are taken in one after the other."""
         now = time.monotonic()
         due = [feed for feed in self._feeds.values() if feed.is_due and feed.load_at_s <= now]
         due.sort(key=lambda feed: feed.load_at_s)
-        await asyncio.gather(*(self._load(feed) for feed in due[:_MAX_LOADS_AT_ONCE]))
-        return len(due) > _MAX_LOADS_AT_ONCE
+        for first in range(0, len(due), _MAX_LOADS_AT_ONCE):
+            some = due[first : first + _MAX_LOADS_AT_ONCE]
+            for feed, data in zip(some, await asyncio.gather(*map(self._get_snapshot, some)), strict=True):
+                await self._load(feed, data)
 
-    async def _load(self, feed: _Feed) -> None:
-        """Take the snapshot if it is from after what is missing; else ask the replica for a new one, and wait."""
-        data: Any = None
+    async def _get_snapshot(self, feed: _Feed) -> Any:
         try:
-            data = await self._client.get(self._keys.snapshot(feed.replica, feed.generation))
+            return await self._client.get(self._keys.snapshot(feed.replica, feed.generation))
         except ResponseError as error:
             if not is_wrong_type(error):
                 raise
             self._bad_key(feed, "snapshot")
-        if self._feeds.get(feed.replica) is not feed:
+            return None
+
+    async def _load(self, feed: _Feed, data: bytes | None) -> None:
+        """Take the snapshot if it is from after what is missing; else ask the replica for a new one, and wait."""
+        if not self._is_followed(feed):
             return
         feed.num_tries += 1
-        snapshot = self._decoded(feed, data)
-        if feed.is_loaded and (snapshot is None or snapshot.seq < (feed.needed_seq or 0)):
+        opened = self._opened(feed, data)
+        if opened is not None and await self._take_in(feed, *opened):
+            return
+        if not self._is_followed(feed):
+            return
+        if feed.is_loaded:
             await self._client.set(self._keys.wanted(feed.replica, feed.generation), b"1", px=_WANTED_MS)
             self._look_later(feed)
-            return
-        if snapshot is None:
+        else:
             # The stream may begin with event 1; if it does not, that shows as a gap.
-            snapshot = Snapshot(feed.replica, feed.generation, 0, ())
-        # An older snapshot than what stands here is a step back: the stream leads forward again.
-        self.index.drop(feed.replica)
-        self.index.load(feed.replica, snapshot)
+            await self._take_in(feed, 0, iter(()))
+
+    async def _take_in(self, feed: _Feed, seq: int, runs: Iterator[Stored]) -> bool:
+        """Let this snapshot stand, unless it is bad or its feed has gone before its end, which nobody then notices.
+
+        An older one than what stands here is a step back: the stream leads forward again.
+        """
+        parts = self.index.loading(feed.replica, feed.generation, seq, runs)
+        try:
+            for _ in parts:
+                await asyncio.sleep(0)
+                if not self._is_followed(feed):
+                    return False
+        except EventDecodeError as error:
+            self._bad_snapshot(feed, error)
+            return False
+        finally:
+            parts.close()
         feed.is_loaded = True
-        feed.cursor = f"{snapshot.seq}-0"
+        feed.cursor = f"{seq}-0"
         feed.needed_seq = feed.doubted_seq = None
         feed.num_reads = 0
         feed.behind = feed.ahead = None
         self._metrics.index_bad_events.inc(self.index.num_bad_events(feed.replica))
         self._applied(feed)
+        return True
 
-    def _decoded(self, feed: _Feed, data: bytes | None) -> Snapshot | None:
+    def _opened(self, feed: _Feed, data: bytes | None) -> tuple[int, Iterator[Stored]] | None:
+        """A snapshot's number and its runs; None where it is none of this feed, or from before what is missing."""
         if data is None:
             return None
         try:
-            snapshot = decode_snapshot(data)
-            if (snapshot.replica, snapshot.generation) != (feed.replica, feed.generation):
-                raise EventDecodeError(f"it is of {snapshot.replica!r} generation {snapshot.generation!r}")
-            if feed.strange_seq is not None and snapshot.seq >= feed.strange_seq:
-                raise EventDecodeError(f"it stands at event {snapshot.seq}, the replica at {feed.lease_seq}")
-            return snapshot
+            replica, generation, seq, runs = read_snapshot(data)
+            if (replica, generation) != (feed.replica, feed.generation):
+                raise EventDecodeError(f"it is of {replica!r} generation {generation!r}")
+            if feed.strange_seq is not None and seq >= feed.strange_seq:
+                raise EventDecodeError(f"it stands at event {seq}, the replica at {feed.lease_seq}")
         except EventDecodeError as error:
-            self._metrics.index_bad_events.inc()
-            log.warning("bad snapshot replica=%s error=%r", feed.replica, str(error))
+            self._bad_snapshot(feed, error)
             return None
+        return None if feed.is_loaded and seq < (feed.needed_seq or 0) else (seq, runs)
 
-    async def _read_streams(self, block_ms: int) -> bool:
-        """Read on in every stream; return when there was something new, or after ``block_ms``, and which."""
+    def _bad_snapshot(self, feed: _Feed, error: EventDecodeError) -> None:
+        self._metrics.index_bad_events.inc()
+        log.warning("bad snapshot replica=%s error=%r", feed.replica, str(error))
+
+    def _is_followed(self, feed: _Feed) -> bool:
+        return self._feeds.get(feed.replica) is feed
+
+    async def _read_streams(self) -> bool:
+        """Read on in every stream; return when there was something new, or after a while, and which."""
         now = time.monotonic()
+        is_soon = not all(feed.num_reads for feed in self._feeds.values())
+        block_ms = _READ_BLOCK_SOON_MS if is_soon else _READ_BLOCK_MS
         feeds = {
             self._keys.events(feed.replica, feed.generation).encode(): feed
             for feed in self._feeds.values()
@@ -286,9 +335,11 @@ class IndexMirror:
                 raise
             await self._skip_bad_streams(feeds)
             return False
+        # Where a snapshot stands since, the stream is read again from there on.
+        feeds = {stream: feed for stream, feed in feeds.items() if feed.cursor == cursors[stream]}
         for stream, entries in reply or ():
-            feed = feeds[stream]
-            if self._feeds.get(feed.replica) is not feed:
+            feed = feeds.get(stream)
+            if feed is None or not self._is_followed(feed):
                 continue
             for entry_id, fields in entries:
                 feed.cursor = entry_id.decode()

@@ -3,8 +3,9 @@
 import hashlib
 import os
 import random
+import time
 from array import array
-from collections.abc import Iterable, Sequence
+from collections.abc import Generator, Iterable, Iterator, Sequence
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -119,7 +120,80 @@ def test_a_gap_applies_nothing_until_a_snapshot_heals_it() -> None:
     assert index.apply("w0", batch(4, removed([1, 2], 1), stored([7]))) is Outcome.APPLIED
     assert (depth(index, [1, 2]), depth(index, [7])) == (2, 1), "event 4 is in the snapshot, event 5 is not"
     index.load("w0", Snapshot("w0", "g1", 2, ()))
-    assert depth(index, [1, 2]) == 2, "an older snapshot never undoes newer events"
+    assert (depth(index, [1, 2]), index.last_seq("w0")) == (0, 2), "an older one is a step back"
+
+
+def test_a_snapshot_is_taken_in_by_parts_and_stands_all_at_once() -> None:
+    index = PrefixIndex(part_blocks=1)
+    index.apply("w0", batch(1, stored([1, 2, 3])))
+    index.apply("w1", batch(1, stored([1, 2]), replica="w1"))
+    num_parts = 0
+    for _ in index.loading("w0", "g1", 4, iter((stored([1, 2]), stored([1, 2, 4], start=2), stored([9])))):
+        num_parts += 1
+        assert (depth(index, [1, 2, 3]), depth(index, [1, 2, 4]), depth(index, [9])) == (3, 2, 0)
+        assert (index.num_blocks("w0"), index.last_seq("w0")) == (2 + num_parts, num_parts)
+        index.apply("w0", batch(num_parts + 1, stored([60 + num_parts])))
+    assert num_parts == 3
+    assert (depth(index, [1, 2, 3]), depth(index, [1, 2, 4]), depth(index, [9]), depth(index, [61])) == (2, 3, 1, 0)
+    assert (index.num_blocks("w0"), index.last_seq("w0")) == (4, 4)
+    assert index.apply("w0", batch(5, stored([1, 2, 3], start=2))) is Outcome.APPLIED
+
+
+def test_a_snapshot_that_is_given_up_half_way_or_is_bad_changes_nothing() -> None:
+    index = PrefixIndex(part_blocks=1)
+    index.apply("w0", batch(1, stored([1, 2])))
+
+    def bad() -> Iterator[Stored]:
+        yield stored([5, 6])
+        raise ValueError("no run")
+
+    given_up = index.loading("w0", "g1", 7, (stored([n]) for n in range(20, 30)))
+    for _ in range(4):
+        next(given_up)
+    given_up.close()
+    with pytest.raises(ValueError, match="no run"):
+        list(index.loading("w0", "g1", 7, bad()))
+    assert (depth(index, [1, 2]), depth(index, [20]), index.last_seq("w0")) == (2, 0, 1)
+    while index.sweep():
+        pass
+    index.check_invariants()
+    assert len(index) == 2
+
+
+def test_what_a_replica_held_that_has_gone_is_let_go_of_by_parts_and_matches_nothing_at_once() -> None:
+    index = PrefixIndex(part_blocks=1)
+    for name in ("w0", "w1"):
+        index.load(name, Snapshot(name, "g1", 1, tuple(stored([n, 0, 0]) for n in range(10 if name == "w0" else 2))))
+    index.drop("w0")
+    assert not index.match(keys_of([5, 0, 0]))
+    assert dict(index.match(keys_of([1, 0, 0]))) == {"w1": Depths(3, 3)}
+    assert 6 < len(index) < 30
+    index.load("w0", Snapshot("w0", "g2", 1, (stored([5, 0]),)))
+    assert depth(index, [5, 0, 0]) == 2, "what the old one held is not the new one's"
+    num_parts = 1
+    while index.sweep():
+        num_parts += 1
+        index.check_invariants()
+    assert num_parts >= 8
+    assert len(index) == 8
+
+
+def test_a_run_with_many_branches_is_let_go_of_in_time_linear_in_them() -> None:
+    index = PrefixIndex()
+    trunk = array("Q", range(1, 101))
+
+    def seconds_to_drop(num_branches: int) -> float:
+        rng = random.Random(1)
+        branches = [Stored(100, array("Q", [rng.getrandbits(64)])) for _ in range(num_branches)]
+        index.load("w0", Snapshot("w0", "g1", 1, (Stored(0, trunk), *branches)))
+        started = time.process_time()
+        index.drop("w0")
+        while index.sweep():
+            pass
+        return time.process_time() - started
+
+    few = min(seconds_to_drop(1_000) for _ in range(3))
+    assert min(seconds_to_drop(8_000) for _ in range(3)) < 24 * few, "8 times as many; each beside each is 64 times"
 
 
 def test_removing_an_unknown_hash_is_nothing_and_the_known_one_goes() -> None:
@@ -298,7 +372,8 @@ class IndexMachine(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.index = PrefixIndex()
+        self.index = PrefixIndex(part_blocks=2)
+        self.coming: dict[str, tuple[Generator[None, None, None], int, list[list[int]]]] = {}
         self.held: dict[str, tuple[set[int], set[int]]] = {}
         self.seq: dict[str, int] = {}
         self.paths: list[list[int]] = []
@@ -347,6 +422,32 @@ class IndexMachine(RuleBasedStateMachine):
         self.index.load(replica, Snapshot(replica, "g9", self.seq[replica], tuple(stored(path) for path in paths)))
         self.held[replica] = ({key for path in paths for key in keys_of(path)}, set())
         self.paths += paths
+
+    @rule(replica=REPLICAS, paths=st.lists(PATHS, min_size=2, max_size=4), ahead=st.integers(-2, 2))
+    def begin_to_reload(self, replica: str, paths: list[list[int]], ahead: int) -> None:
+        self.give_up_to_reload(replica)
+        seq = max(0, self.seq.get(replica, 0) + ahead)
+        self.coming[replica] = (self.index.loading(replica, "g9", seq, map(stored, paths)), seq, paths)
+
+    @rule(replica=REPLICAS)
+    def go_on_to_reload(self, replica: str) -> None:
+        if replica not in self.coming:
+            return
+        parts, seq, paths = self.coming[replica]
+        if next(parts, self) is self:
+            del self.coming[replica]
+            self.seq[replica] = seq
+            self.held[replica] = ({key for path in paths for key in keys_of(path)}, set())
+            self.paths += paths
+
+    @rule(replica=REPLICAS)
+    def give_up_to_reload(self, replica: str) -> None:
+        if replica in self.coming:
+            self.coming.pop(replica)[0].close()
+
+    @rule()
+    def sweep(self) -> None:
+        self.index.sweep()
 
     @rule(replica=REPLICAS)
     def drop_and_return(self, replica: str) -> None:

@@ -11,7 +11,8 @@ import contextlib
 import os
 import random
 import time
-from collections.abc import AsyncIterator
+from array import array
+from collections.abc import AsyncIterator, Generator, Iterable
 from contextlib import asynccontextmanager
 
 import pytest
@@ -35,10 +36,23 @@ ROUND = 2000  # steps between two heartbeats
 OUTCOMES = [*(outcome.value for outcome in Outcome), REFUSED]
 
 
+class HeldUpIndex(PrefixIndex):
+    """One that stops in the middle of a snapshot until it may go on; ``has_begun`` once it does."""
+
+    has_begun = may_go_on = False
+
+    def loading(self, replica: str, generation: str, seq: int, runs: Iterable[Stored]) -> Generator[None, None, None]:
+        for number, _ in enumerate(super().loading(replica, generation, seq, runs)):
+            self.has_begun = True
+            yield
+            while number == 20 and not self.may_go_on:
+                yield
+
+
 class Mirrored:
     """Replicas driven by hand, and a mirror that follows them as a router's does."""
 
-    def __init__(self, redis_url: str, fleet: str, rng: random.Random, max_blocks: int) -> None:
+    def __init__(self, redis_url: str, fleet: str, rng: random.Random, index: PrefixIndex) -> None:
         self.redis_url, self.fleet, self.rng = redis_url, fleet, rng
         self.client = connect_redis(redis_url, fleet="tests", timeout_s=2.0)
         keys = FleetKeys(fleet)
@@ -46,7 +60,7 @@ class Mirrored:
         self.metrics = RouterMetrics()
         self.applied: dict[str, int] = {}
         self.mirror = IndexMirror(
-            self.client, keys, PrefixIndex(max_blocks), self.metrics, on_applied=self._on_applied, rng=random.Random(1)
+            self.client, keys, index, self.metrics, on_applied=self._on_applied, rng=random.Random(1)
         )
         self.registry = Registry(self.client, keys, Membership(fleet, lease_s=1000), lambda contract: "")
         self.workers: dict[str, SimulatedWorker] = {}
@@ -157,8 +171,12 @@ class Mirrored:
 
 
 @asynccontextmanager
-async def mirrored(redis_url: str, fleet: str, seed: int = 0, max_blocks: int = 1_000_000) -> AsyncIterator[Mirrored]:
-    one = Mirrored(redis_url, fleet, random.Random(seed), max_blocks)
+async def mirrored(
+    redis_url: str, fleet: str, seed: int = 0, index: PrefixIndex | None = None
+) -> AsyncIterator[Mirrored]:
+    if index is None:
+        index = PrefixIndex(part_blocks=40)  # a snapshot of ours is of several parts
+    one = Mirrored(redis_url, fleet, random.Random(seed), index)
     task = asyncio.create_task(one.mirror.run())
     try:
         yield one
@@ -344,7 +362,7 @@ async def test_a_stranger_s_snapshot_is_not_believed_for_long(redis_url: str) ->
 
 
 async def test_an_index_that_must_forget_some_blocks_asks_for_them_only_when_there_is_room(redis_url: str) -> None:
-    async with mirrored(redis_url, "bound", max_blocks=75) as one:
+    async with mirrored(redis_url, "bound", index=PrefixIndex(max_blocks=75)) as one:
         for first_token, name in ((100, "w0"), (200, "w2")):
             await one.boot(name)
             for number in range(3):
@@ -389,6 +407,83 @@ async def test_an_engine_whose_events_never_fit_costs_few_snapshots(redis_url: s
         await until(lambda: one.mirror.applied_seq("w0") == 200)
         assert one.num_batches("contradicted") >= 40
         assert one.metrics.index_resyncs._value.get() <= 1 + (time.monotonic() - started_s) / 10
+
+
+def large_runs() -> tuple[Stored, ...]:
+    """Each is a part of its own."""
+    keys = random.Random(2)
+    return tuple(Stored(0, array("Q", [keys.getrandbits(64) | 1 for _ in range(48)])) for _ in range(40))
+
+
+async def test_while_a_large_snapshot_is_taken_in_all_else_goes_on_and_then_it_stands_at_once(redis_url: str) -> None:
+    index = HeldUpIndex(part_blocks=40)
+    index.may_go_on = True
+    async with mirrored(redis_url, "large", index=index) as one:
+        worker, other = await one.boot("w0"), await one.boot("w1")
+        one.ask("w0", [1] * BLOCK)
+        await one.settle()
+        index.has_begun = index.may_go_on = False
+        # Events 2 to 101 get lost; what they told is in the snapshot.
+        runs = large_runs()
+        snapshot = encode_snapshot(Snapshot("w0", worker.generation, 101, runs))
+        await one.client.set(one.keys.snapshot("w0", worker.generation), snapshot)
+        for seq, tokens in ((102, [2] * BLOCK), (103, [3] * BLOCK)):
+            event = Stored(0, worker.scheme.keys(tokens))
+            await xadd(one, "w0", f"{seq}-0", encode_batch(EventBatch("w0", worker.generation, seq, (event,))))
+            await until(lambda: index.has_begun)
+        one.ask("w1", [1] * BLOCK)
+        await other.report_events()
+        await until(lambda: one.mirror.applied_seq("w1") == 1)
+        await until(lambda: one.mirror.applied_seq("w0") == 103)
+        await until(lambda: len(index) > 20 * 48)
+        assert index.num_blocks("w0") == 3, "the old one, and those of the events after the hole"
+        assert not index.match(runs[0].keys)
+        index.may_go_on = True
+        await until(lambda: index.num_blocks("w0") == 40 * 48 + 2)
+        assert one.mirror.applied_seq("w0") == 103, "the events after the snapshot were read again"
+        assert (one.num_batches("gap"), one.metrics.index_resyncs._value.get()) == (1, 1)
+        await until(lambda: len(index) == 40 * 48 + 3)
+        index.check_invariants()
+
+
+async def test_a_replica_that_leaves_while_its_snapshot_is_taken_in_leaves_nothing(redis_url: str) -> None:
+    index = HeldUpIndex(part_blocks=40)
+    async with mirrored(redis_url, "leaves", index=index) as one:
+        for generation in ("g1", "g2"):
+            snapshot = encode_snapshot(Snapshot("w0", generation, 5, large_runs()))
+            await one.client.set(one.keys.snapshot("w0", generation), snapshot)
+        one.mirror.follow("w0", "g1")
+        await until(lambda: len(index) > 20 * 48)
+        assert index.num_blocks("w0") == 0
+        one.mirror.forget("w0")
+        one.mirror.follow("w0", "g2")  # it came back
+        index.may_go_on = True
+        await until(lambda: index.num_blocks("w0") > 0)
+        assert (index.generation("w0"), index.num_blocks("w0")) == ("g2", 40 * 48)
+        one.mirror.forget("w0")
+        await until(lambda: len(index) == 0)
+        index.check_invariants()
+
+
+@pytest.mark.parametrize("is_known", [False, True])
+async def test_a_snapshot_whose_end_is_bad_is_not_taken_in(redis_url: str, is_known: bool) -> None:
+    async with mirrored(redis_url, f"bad-end-{is_known}") as one:
+        worker = await one.boot("w0")
+        one.ask("w0", [1] * BLOCK)
+        if is_known:
+            await one.settle()
+        else:
+            await worker.report()
+        runs = tuple(Stored(0, array("Q", range(first, first + 48))) for first in range(48, 4848, 48))
+        data = encode_snapshot(Snapshot("w0", worker.generation, 300, runs))
+        await one.client.set(one.keys.snapshot("w0", worker.generation), data[:-8])
+        late = EventBatch("w0", worker.generation, 200, (Stored(0, worker.scheme.keys([2] * BLOCK)),))
+        await xadd(one, "w0", "200-0", encode_batch(late))
+        await one.look()
+        await until(lambda: one.metrics.index_bad_events._value.get() >= 1)
+        await until(lambda: one.mirror.applied_seq("w0") == 200)
+        assert one.mirror.index.num_blocks("w0") == 2
+        await until(lambda: len(one.mirror.index) == 2)
 
 
 async def test_late_events_of_a_replica_that_left_bring_nothing_back(redis_url: str) -> None:
