@@ -2,7 +2,7 @@
 
 A key names its block and all before it, so a piece that holds a key holds, back to its own first one, all that a prompt
 with that key has there. Thus not every key needs an entry: a piece is entered under its first key and under those whose
-low bits are 0, one of 16, and a look-up walks back from the key in question to the next of these. What a request adds
+low bits are 0, one of 32, and a look-up walks back from the key in question to the next of these. What a request adds
 costs a few entries, however long its prompt is.
 """
 
@@ -13,7 +13,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
-_MARK_MASK = 15
+_MARK_MASK = 31
+_MARK_BITS = np.uint64(_MARK_MASK)
 
 
 class Piece:
@@ -45,7 +46,7 @@ class PendingBlocks:
         if not packed:
             return Piece(packed, ())
         if are_chained:
-            marks = np.flatnonzero(np.frombuffer(packed, dtype=np.uint64) & np.uint64(_MARK_MASK) == 0).tolist()
+            marks = (np.frombuffer(packed, np.uint64) & _MARK_BITS == 0).nonzero()[0].tolist()
             if not marks or marks[0]:
                 marks.insert(0, 0)
         else:
