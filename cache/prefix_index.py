@@ -98,6 +98,8 @@ _MAX_REMEMBERED_DROPS = 4096
 _PART_BLOCKS = 1024  # about a millisecond's work
 _RUN_BLOCKS = 16  # a run costs as much as so many blocks of it
 _POSITION_BITS = 32
+_FEW = 64
+"""Keys of which a set is quicker than numpy."""
 _POSITION_MASK = (1 << _POSITION_BITS) - 1
 _NONE: Mapping[ReplicaId, Depths] = {}
 
@@ -554,13 +556,21 @@ class PrefixIndex:
     def _num_unknown(self, keys: array[int], above: int) -> int:
         """Leading keys that stand nowhere yet and are all different."""
         count = self._places.num_absent(keys)
-        if len({above, *keys[:count]}) <= count:
+        if not _are_different(keys[:count], above):
             known = {above}
             for position, key in enumerate(keys[:count]):
                 if key in known:
                     return position
                 known.add(key)
         return count
+
+
+def _are_different(keys: array[int], other: int) -> bool:
+    """From one another and from ``other``."""
+    if len(keys) <= _FEW:
+        return len({other, *keys}) > len(keys)
+    ordered = np.sort(_view(keys))
+    return not ((ordered[1:] == ordered[:-1]).any() or (ordered == np.uint64(other)).any())
 
 
 def _view(keys: array[int]) -> npt.NDArray[np.uint64]:
