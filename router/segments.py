@@ -3,7 +3,8 @@
 The tokenizer itself cuts a text at its added tokens before anything else, and encodes what lies between them piece by
 piece. So the encoding of a whole is that of its pieces, joined, and a piece that was seen before need not be encoded
 again. That does not hold for tokenizers that treat the first piece otherwise, or whose added tokens reach over their
-borders (strip spaces, need whole words, match normalised text): those encode every text whole.
+borders (strip spaces, need whole words, match normalised text): those encode every text whole. What a new piece has
+is mostly words that were seen before (``router.words``).
 """
 
 import asyncio
@@ -13,12 +14,15 @@ import sys
 from array import array
 from collections import OrderedDict
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
+from typing import Any, cast
 
 from tokenizers import Tokenizer
 
+from router.words import MAX_WORDS, WordCache, are_words_exact, text_of, words_of
+
 # Below so many characters a thread costs more than the encoding itself (2 us per character at worst).
 _INLINE_CHARS = 1_000
+_MAX_NEWS = 64
 _MAX_CACHED_BYTES = 64 << 20
 _ENTRY_BYTES = 300  # of Python's own per cached piece
 
@@ -26,15 +30,20 @@ _ENTRY_BYTES = 300  # of Python's own per cached piece
 class SegmentedEncoder:
     """Encodes for one model. ``num_hits`` counts the tokens that were found in the cache."""
 
-    def __init__(self, tokenizer_json: str, max_cached_bytes: int = _MAX_CACHED_BYTES) -> None:
+    def __init__(
+        self, tokenizer_json: str, max_cached_bytes: int = _MAX_CACHED_BYTES, max_words: int = MAX_WORDS
+    ) -> None:
         self.num_hits = 0
         self._tokenizer: Tokenizer = Tokenizer.from_str(tokenizer_json)
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
         self.max_token_chars = max(map(len, self._tokenizer.get_vocab()), default=1)  # a text has as many or fewer
-        self._special = _separable_tokens(json.loads(tokenizer_json))
+        spec = json.loads(tokenizer_json)
+        self._special = _separable_tokens(spec)
         longest_first = sorted(self._special, key=len, reverse=True)
         self._border = re.compile("(" + "|".join(map(re.escape, longest_first)) + ")") if longest_first else None
+        stands_alone = self._border is not None or not spec.get("added_tokens")  # a piece, with no added token in it
+        self._words = WordCache(max_words) if stands_alone and are_words_exact(spec) else None
         self._cache: OrderedDict[str, bytes] = OrderedDict()
         self._cached_bytes = 0
         self._max_cached_bytes = max_cached_bytes
@@ -75,6 +84,32 @@ class SegmentedEncoder:
         self._threads.shutdown(wait=False)
 
     async def _encode_all(self, pieces: list[str]) -> list[bytes]:
+        if self._words is None:
+            return await self._encode_each(pieces)
+        return [await self._encode_words(self._words, piece) for piece in pieces]
+
+    async def _encode_words(self, cache: WordCache, text: str) -> bytes:
+        parts: list[bytes] = []
+        for words in words_of(text):
+            if parts:
+                await asyncio.sleep(0)  # a long text: others have their turn in between
+            known = cache.look_up(words)
+            if None not in known:
+                parts += cast("list[bytes]", known)
+                continue
+            news = list({word for word, ids in zip(words, known, strict=True) if ids is None})
+            if len(news) > _MAX_NEWS and 2 * len(news) > len(words):  # a word alone is twice as dear as in its text
+                del news[_MAX_NEWS:]
+                whole, *encoded = await self._encode_each(["".join(map(text_of, words)), *map(text_of, news)])
+                parts.append(whole)
+            else:
+                encoded = await self._encode_each([text_of(word) for word in news])
+                found = dict(zip(news, encoded, strict=True))
+                parts += [found[word] if ids is None else ids for word, ids in zip(words, known, strict=True)]
+            cache.learn(news, encoded)
+        return b"".join(parts)
+
+    async def _encode_each(self, pieces: list[str]) -> list[bytes]:
         if sum(map(len, pieces)) <= _INLINE_CHARS:
             return self._encode_now(pieces)
         return await asyncio.get_running_loop().run_in_executor(self._threads, self._encode_in_thread, pieces)

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import random
 
 import pytest
-from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
+from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 from warmfront_pb.v1 import inference_pb2, worker_pb2
 
 from router.chat import ChatTemplate
 from router.errors import InvalidRequestError, UnsupportedError
 from router.segments import SegmentedEncoder, unpack_ids
 from router.tokenizer import ModelProfile
+from router.words import WORD_PATTERNS, WordCache, are_words_exact, words_of
 from tests.fakes.simulated_worker import TEMPLATE
 
 SPECIAL = ("<|im_start|>", "<|im_end|>", "<|im_end|>x", "<s>")
@@ -60,6 +62,132 @@ async def test_a_text_that_is_long_enough_for_the_thread_has_the_same_ids() -> N
     text = "the quick brown fox <|im_end|> jumps over 17 lazy dogs\n" * 100
     packed = await SegmentedEncoder(tokenizer.to_str()).encode(text)
     assert unpack_ids(packed) == tokenizer.encode(text, add_special_tokens=False).ids
+
+
+# What the known expressions tell apart: cases, digits, contractions, marks, white space of all kinds, line ends.
+PIECES = (
+    *(
+        " ",
+        "  ",
+        " ",
+        "\n",
+        "\r\n",
+        "\t",
+        "\u00a0",
+        "\u2028",
+        "\u0085",
+        "\x1c",
+        "a",
+        "B",
+        "the",
+        "The",
+        "DON'T",
+        "it's",
+        "é",
+        "e\u0301",
+    ),
+    *(
+        "\u0301",
+        "ß",
+        "ǅ",
+        "日本",
+        "ا",
+        "1",
+        "234",
+        "½",
+        "٣",
+        "'",
+        "'s",
+        "'LL",
+        "'re",
+        ".",
+        ",",
+        "...",
+        "!?",
+        "/",
+        "_",
+        "-",
+        "<",
+        "🙂",
+        "\x7f",
+        "\0",
+    ),
+)
+
+
+def cut_by(pattern: str, digits: str = "", nfc: bool = False) -> Tokenizer:
+    tokenizer = trained()
+    steps = [pre_tokenizers.Split(Regex(one), "isolated") for one in (digits, pattern) if one]
+    byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([*steps, byte_level])
+    if nfc:
+        tokenizer.normalizer = normalizers.NFC()
+    return tokenizer
+
+
+@pytest.mark.parametrize("pattern", WORD_PATTERNS, ids=["gpt2", "llama3", "qwen2", "tekken"])
+async def test_words_joined_are_the_encoding_of_any_text(pattern: str) -> None:
+    rng = random.Random(2)
+    for tokenizer in (cut_by(pattern), cut_by(pattern, r"\p{N}{1,3}", nfc=True)):
+        assert are_words_exact(json.loads(tokenizer.to_str()))
+        encoder = SegmentedEncoder(tokenizer.to_str())
+        for _ in range(1500):
+            text = "".join(rng.choice(PIECES) for _ in range(rng.randrange(1, 16)))
+            assert unpack_ids(await encoder.encode(text)) == tokenizer.encode(text, add_special_tokens=False).ids, text
+        encoder.close()
+
+
+async def test_words_of_long_texts_are_encoded_as_their_texts_are_whether_they_come_again_or_not() -> None:
+    rng = random.Random(3)
+    tokenizer = cut_by(WORD_PATTERNS[0])
+    encoder = SegmentedEncoder(tokenizer.to_str(), max_cached_bytes=0)
+    rare = [f"{rng.randbytes(4).hex()}{rng.choice('.,;')}" for _ in range(4_000)]
+    common = [*TEXT[0].split(), "den,", "it's", "17", "(a)"]
+    for words in (common * 300, rare, common * 200 + rare + common * 200, ["x" * 40_000], ["日本" * 20_000, *common]):
+        text = " ".join(words)
+        assert unpack_ids(await encoder.encode(text)) == tokenizer.encode(text, add_special_tokens=False).ids
+    encoder.close()
+
+
+async def test_texts_that_are_encoded_at_once_do_not_disturb_each_other() -> None:
+    tokenizer = cut_by(WORD_PATTERNS[0])
+    encoder = SegmentedEncoder(tokenizer.to_str(), max_cached_bytes=0, max_words=50)
+    texts = [" ".join(f"w{number % span}x" for number in range(400)) for span in (3, 30, 70, 400)] * 3
+    found = await asyncio.gather(*map(encoder.encode, texts))
+    assert [unpack_ids(ids) for ids in found] == [tokenizer.encode(text).ids for text in texts]
+    encoder.close()
+
+
+def test_the_word_cache_starts_afresh_when_it_is_full() -> None:
+    cache = WordCache(max_words=64)
+    for start in range(0, 1000, 10):
+        words = [f"w{number}" for number in range(start, start + 10)]
+        cache.learn(words, [b"1234"] * len(words))
+        assert cache.look_up(words) == [b"1234"] * len(words)
+        assert len(cache._ids) <= 64
+    cache.learn(["x" * 1000], [b"1234"])
+    assert cache.look_up(["x" * 1000]) == [None]
+
+
+def test_a_text_is_cut_before_single_spaces_between_words() -> None:
+    assert list(words_of("The cat, who  sat\n on 4 é mats")) == [[" The", "cat,", "who  sat\n on", "4", "é", "mats"]]
+    parts = list(words_of("word " * 10_000))
+    assert len(parts) == 4
+    assert [word for part in parts for word in part] == [" word", *["word"] * 9998, "word "]
+
+
+def test_tokenizers_under_which_words_may_depend_on_their_neighbours_encode_whole_texts() -> None:
+    assert are_words_exact(json.loads(trained().to_str()))
+    unknown = cut_by(r"\n+")
+    digits_alone = cut_by(r"\p{N}")
+    prefixed = trained()
+    prefixed.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=True)
+    folded = cut_by(WORD_PATTERNS[0])
+    folded.normalizer = normalizers.NFKC()
+    uncertain = trained()
+    uncertain.model.dropout = 0.1
+    for tokenizer in (unknown, digits_alone, prefixed, folded, uncertain, spaced("never")):
+        assert not are_words_exact(json.loads(tokenizer.to_str()))
 
 
 async def test_the_next_turn_encodes_its_own_messages_alone() -> None:
