@@ -9,6 +9,7 @@ from importlib.metadata import version
 from typing import Any
 
 import click
+from click.core import ParameterSource
 
 # gRPC reads it when it is imported, and else writes a line of its own about each client that fails a TLS handshake.
 os.environ.setdefault("GRPC_VERBOSITY", "ERROR")
@@ -72,7 +73,7 @@ def main(arguments: list[str] | None = None) -> Any:
         click.echo(error.ctx.get_help() if error.ctx else "", err=True)
         sys.exit(2)
     except click.ClickException as error:
-        click.echo(f"warmfront: {' '.join(error.format_message().split())}", err=True)
+        click.echo(f"warmfront: {' '.join(error.format_message().split())}{_place_of(error)}", err=True)
         sys.exit(error.exit_code)
     except (click.Abort, KeyboardInterrupt):
         sys.exit(130)
@@ -81,6 +82,18 @@ def main(arguments: list[str] | None = None) -> Any:
         sys.exit(1)
     finally:
         _drop_what_nobody_reads()
+
+
+def _place_of(error: click.ClickException) -> str:
+    """Where a bad value stands that nobody has typed: in a variable, or in the file of ``--config``."""
+    if not isinstance(error, click.BadParameter) or error.ctx is None or error.param is None or not error.param.name:
+        return ""
+    match error.ctx.get_parameter_source(error.param.name):
+        case ParameterSource.ENVIRONMENT:
+            return f" ({error.param.envvar} in the environment)"
+        case ParameterSource.DEFAULT_MAP:
+            return f" (in {error.ctx.meta['warmfront.config_file']})"
+    return ""
 
 
 def _drop_what_nobody_reads() -> None:

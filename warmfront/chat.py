@@ -14,6 +14,8 @@ from rich.text import Text
 from warmfront.client import Address, Answer, Client, address_options
 from warmfront.console import stderr, stdout
 from warmfront.errors import Failure, WrongUse
+from warmfront.files import fault_of
+from warmfront.values import Integer, Number
 
 _lora_option = click.option("--lora", default=None, metavar="NAME", help="Answer with this adapter (`lora list`).")
 HELP = "/new forgets the conversation, /system TEXT starts one with a system prompt, /exit (or Ctrl-D) leaves."
@@ -22,10 +24,8 @@ HELP = "/new forgets the conversation, /system TEXT starts one with a system pro
 @click.command()
 @address_options
 @click.option("--system", default=None, help="System prompt.")
-@click.option(
-    "--max-tokens", default=512, show_default=True, type=click.IntRange(min=1), help="Longest answer, in tokens."
-)
-@click.option("--temperature", default=0.7, show_default=True, type=click.FloatRange(0, 2), help="0 is greedy.")
+@click.option("--max-tokens", default=512, show_default=True, type=Integer(min=1), help="Longest answer, in tokens.")
+@click.option("--temperature", default=0.7, show_default=True, type=Number(0, 2), help="0 is greedy.")
 @_lora_option
 def chat(*, address: Address, system: str | None, max_tokens: int, temperature: float, lora: str | None) -> None:
     """Talk to a cluster. Each answer says which replica gave it, how much of the prompt was cached, how fast it was."""
@@ -61,11 +61,9 @@ def chat(*, address: Address, system: str | None, max_tokens: int, temperature: 
 @click.argument("prompt", required=False)
 @address_options
 @click.option("--prompt-file", type=click.File("r", encoding="utf-8"), help="The prompt; - for standard input.")
-@click.option(
-    "--max-tokens", default=256, show_default=True, type=click.IntRange(min=1), help="Longest answer, in tokens."
-)
-@click.option("--temperature", default=0.0, show_default=True, type=click.FloatRange(0, 2), help="0 is greedy.")
-@click.option("--seed", default=None, type=click.IntRange(min=0), help="Equal seeds give equal draws.")
+@click.option("--max-tokens", default=256, show_default=True, type=Integer(min=1), help="Longest answer, in tokens.")
+@click.option("--temperature", default=0.0, show_default=True, type=Number(0, 2), help="0 is greedy.")
+@click.option("--seed", default=None, type=Integer(min=0), help="Equal seeds give equal draws.")
 @_lora_option
 @click.option("--chat", "as_chat", is_flag=True, help="Send the prompt as a user's message instead of as it stands.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead of the text.")
@@ -88,7 +86,7 @@ def generate(
         try:
             prompt = prompt_file.read()
         except (OSError, UnicodeDecodeError) as error:
-            raise WrongUse(f"--prompt-file: {error}") from error
+            raise WrongUse(f"--prompt-file: {fault_of(error)}") from error
     if not prompt:
         raise WrongUse("the prompt is empty" if prompt_file is None else "--prompt-file is empty")
     client = Client(address)

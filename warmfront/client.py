@@ -17,7 +17,7 @@ from urllib.parse import urlsplit
 import click
 
 from warmfront.errors import DeadlinePassed, Failure, WrongUse
-from warmfront.options import ENV_PREFIX
+from warmfront.flags import ENV_PREFIX
 from warmfront.run_dir import all_run_dirs
 
 _PEM_END = "-----END CERTIFICATE-----"

@@ -30,9 +30,11 @@ from warmfront.chat import served_model, summary
 from warmfront.client import Address, Answer, Client, address_options
 from warmfront.console import Progress, stdout
 from warmfront.errors import Failure, WrongUse
+from warmfront.files import fault_of, read_text
 from warmfront.processes import child_environment, last_line
 from warmfront.run_dir import all_run_dirs, write_private
 from warmfront.store import die_with_parent
+from warmfront.values import FILE, THERE, Integer
 
 COLUMNS = ("cold", "warm", "no cache")
 
@@ -51,13 +53,13 @@ class Row:
 
 
 @click.command()
-@click.argument("file", required=False, type=click.Path(exists=True, dir_okay=False, path_type=Path))
+@click.argument("file", required=False, type=THERE)
 @address_options
-@click.option("--max-tokens", default=24, show_default=True, type=click.IntRange(min=1), help="Length of each answer.")
+@click.option("--max-tokens", default=24, show_default=True, type=Integer(min=1), help="Length of each answer.")
 @click.option(
     "--model",
     default=None,
-    type=click.Path(path_type=Path),
+    type=FILE,
     help="For the worker without a cache, where the cluster runs elsewhere.",
 )
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object per prompt.")
@@ -97,10 +99,7 @@ def read_prompts(file: Path | None) -> list[dict[str, Any]]:
     if file is None:
         text = (importlib.resources.files("warmfront") / "samples" / "compare.jsonl").read_text(encoding="utf-8")
     else:
-        try:
-            text = file.read_text(encoding="utf-8")
-        except (OSError, UnicodeDecodeError) as error:
-            raise WrongUse(f"{file}: {error}") from error
+        text = read_text(file, str(file))
     if not text.strip():
         raise WrongUse(f"{file} holds no prompt")
     if text.lstrip()[0] in '{"':
@@ -203,7 +202,7 @@ def _body(line: str, where: str) -> dict[str, Any]:
     try:
         value = json.loads(line)
     except json.JSONDecodeError as error:
-        raise WrongUse(f"{where}: {error}") from error
+        raise WrongUse(f"{where}: {fault_of(error)}") from error
     if isinstance(value, str):
         return {"prompt": value}
     if isinstance(value, dict) and isinstance(value.get("prompt"), str):

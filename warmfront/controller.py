@@ -20,8 +20,9 @@ from common.logs import configure_logging
 from router.launcher import Desired
 from warmfront.desired import read_desired, read_status
 from warmfront.errors import Failure, WrongUse
-from warmfront.options import ENV_PREFIX, PORT
+from warmfront.flags import ENV_PREFIX
 from warmfront.run_dir import RunDir
+from warmfront.values import PORT, THERE
 
 log = logging.getLogger("warmfront.controller")
 
@@ -34,7 +35,7 @@ _PREFIX = "warmfront_controller"
     "--desired",
     "desired_file",
     required=True,
-    type=click.Path(exists=True, dir_okay=False, path_type=Path),
+    type=THERE,
     envvar=ENV_PREFIX + "DESIRED",
     help="YAML file of what should run; read again when it changes.",
 )

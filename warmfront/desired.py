@@ -24,8 +24,11 @@ from router.controller import STATUS_FILE
 from router.launcher import Desired
 from router.reconcile import Group, Rollout
 from warmfront.errors import WrongUse
-from warmfront.options import BY_PARAM, ENV_PREFIX, Duration, fill, flags_of
+from warmfront.files import read_yaml
+from warmfront.flags import BY_PARAM, ENV_PREFIX, flags_of
+from warmfront.options import fill
 from warmfront.run_dir import write_private
+from warmfront.values import Duration
 from worker.config import WorkerConfig
 
 REDIS_ENV = ENV_PREFIX + "REDIS"
@@ -52,14 +55,6 @@ def read_desired(path: Path) -> Desired:
         return parse(content)
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from None
-
-
-def read_yaml(path: Path) -> Any:
-    """A file's content. Raises ``ValueError`` with its path, ``OSError``."""
-    try:
-        return yaml.safe_load(path.read_text(encoding="utf-8"))
-    except (yaml.YAMLError, ValueError, LookupError, RecursionError) as error:  # PyYAML raises more than its own
-        raise ValueError(f"{path}: {' '.join(str(error).split())}") from error
 
 
 def write_desired(path: Path, content: Mapping[str, Any]) -> None:

@@ -10,13 +10,15 @@ import click
 
 from warmfront.client import Client
 from warmfront.errors import Failure, WrongUse
+from warmfront.files import read_text
 from warmfront.run_dir import RunDir, all_run_dirs, wait_gone
+from warmfront.values import FILE
 
 _KILL_MARGIN_S = 30.0  # beyond what `up` gives its parts to drain
 
 
 @click.command()
-@click.option("--ready-file", type=click.Path(path_type=Path), help="The cluster that wrote this file.")
+@click.option("--ready-file", type=FILE, help="The cluster that wrote this file.")
 @click.option("--url", help="The cluster whose HTTP address this is.")
 @click.option("--all", "everything", is_flag=True, help="Every cluster of this user on this machine.")
 def down(*, ready_file: Path | None, url: str | None, everything: bool) -> None:
@@ -82,10 +84,11 @@ def find_url(url: str, clusters: list[RunDir]) -> RunDir:
 
 def find_ready_file(path: Path, clusters: list[RunDir]) -> RunDir:
     """The cluster that wrote this file; one whose cluster is gone is removed. Raises ``WrongUse``."""
+    text = read_text(path, f"--ready-file {path}")
     try:
-        run_dir = Path(json.loads(path.read_text(encoding="utf-8"))["run_dir"])
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise WrongUse(f"--ready-file {path}: no ready file of `warmfront up` ({error!r})") from error
+        run_dir = Path(json.loads(text)["run_dir"])
+    except (ValueError, KeyError, TypeError) as error:
+        raise WrongUse(f"--ready-file {path}: `warmfront up` has not written this file") from error
     for cluster in clusters:
         if cluster.path == run_dir:
             return cluster

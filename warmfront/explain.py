@@ -13,6 +13,7 @@ from rich.text import Text
 from warmfront.client import Address, Client, address_options
 from warmfront.console import Grid, counted, stdout
 from warmfront.errors import WrongUse
+from warmfront.values import Integer
 
 # Routers know whole blocks. A replica may also reuse tokens inside the block that follows them.
 REASONS = {
@@ -29,7 +30,7 @@ REASONS = {
 @click.argument("prompt", required=False)
 @address_options
 @click.option("--request-id", help="The request to explain: x-request-id of its answer.")
-@click.option("--last", type=click.IntRange(1), help="List so many of the newest decisions.  [default: 20]")
+@click.option("--last", type=Integer(1), help="List so many of the newest decisions.  [default: 20]")
 @click.option("--chat/--completion", "as_chat", default=True, help="PROMPT is a user's message, or plain text.")
 @click.option("--json", "as_json", is_flag=True, help="Print the object of POST /v1/explain.")
 def explain(

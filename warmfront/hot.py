@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 import uuid
 from collections.abc import Awaitable, Callable, Collection
 from functools import partial
@@ -33,9 +34,11 @@ from common.worker_token import tokens_of
 from router.worker_client import WorkerTls
 from warmfront.console import Grid, Progress, counted, stdout
 from warmfront.errors import DeadlinePassed, Failure, WrongUse
-from warmfront.options import ENV_PREFIX, FILE, Duration, mask_url, read_secret
+from warmfront.files import fault_of, read_secret, read_text
+from warmfront.flags import ENV_PREFIX
 from warmfront.run_dir import all_run_dirs
 from warmfront.store import embedded_url
+from warmfront.values import FILE, Duration, Integer, Number, format_duration, mask_url
 from worker.prewarm import PRIORITY, RedisSource, fill, fill_unless_pressed, make_plan, overload_of
 from worker.prewarm import Progress as Filled
 
@@ -69,12 +72,10 @@ _fleet_option = click.option("--fleet", default="default", show_default=True, en
 @click.command()
 @_redis_options
 @_fleet_option
-@click.option("--limit", type=click.IntRange(min=1), default=20, show_default=True, help="The first so many.")
+@click.option("--limit", type=Integer(min=1), default=20, show_default=True, help="The first so many.")
 @click.option("--json", "as_json", is_flag=True, help="All of them, one JSON object per line, with their token ids.")
 @click.option("--text", "as_text", is_flag=True, help="Also as text, by the tokenizer of --model.")
-@click.option(
-    "--model", type=click.Path(path_type=Path), help="Folder or GGUF file of that model. Default: the packaged one."
-)
+@click.option("--model", type=FILE, help="Folder or GGUF file of that model. Default: the packaged one.")
 def hot(
     *,
     redis: str | None,
@@ -146,7 +147,7 @@ def hot(
 @click.option("--deadline", type=Duration(), default="60s", show_default=True, help="Give up after this.")
 @click.option(
     "--min-hit-rate",
-    type=click.FloatRange(0, 1, min_open=True),
+    type=Number(0, 1, min_open=True),
     default=0.9,
     show_default=True,
     help="Share of what hot prefixes save that is enough.",
@@ -171,6 +172,8 @@ def prewarm(
     Waits for the worker to load. Ends with 0, also when the fleet is overloaded and needs it now, with 1 when less than
     --min-hit-rate could be computed, with 3 at the deadline.
     """
+    if not re.fullmatch(r"[^\s:/]+:\d+|\[[0-9A-Fa-f:.]+\]:\d+", target):
+        raise WrongUse(f"--target {target}: write HOST:PORT, as `warmfront status --json` has a worker's address")
     found = None if source == "redis" else read_file(Path(source))
     url = (redis or _redis_of(fleet)) if found is None else ""
     token = tokens_of(read_secret(worker_token_file))[0] if worker_token_file else ""
@@ -217,7 +220,8 @@ def prewarm(
         try:
             asyncio.run(run(shown))
         except TimeoutError:
-            raise DeadlinePassed(f"{target}: {_done(filled)} at the deadline of {deadline:g} s") from None
+            how_far = _done(filled) if filled.wanted else "nobody answers there, or the model is still being loaded,"
+            raise DeadlinePassed(f"{target}: {how_far} at the deadline of {format_duration(deadline)}") from None
     if filled.share < min_hit_rate and not filled.ended.startswith("pressed"):
         raise Failure(f"{target}: {_done(filled)}; --min-hit-rate is {min_hit_rate:g}, but no more fits or works")
     why = f" ({filled.ended})" if filled.ended.startswith("pressed") else ""
@@ -291,11 +295,7 @@ class Target:
 def read_file(path: Path) -> list[HotPrefix]:
     """The prefixes in a file of JSON lines. Raises ``WrongUse`` naming the line."""
     prefixes: dict[tuple[str, str, bytes], HotPrefix] = {}
-    try:
-        lines = path.read_text(encoding="utf-8").splitlines()
-    except (OSError, UnicodeDecodeError) as error:
-        raise WrongUse(f"--from {path}: {error}") from error
-    for number, line in enumerate(lines, 1):
+    for number, line in enumerate(read_text(path, f"--from {path}").splitlines(), 1):
         if not line.strip():
             continue
         try:
@@ -306,7 +306,7 @@ def read_file(path: Path) -> list[HotPrefix]:
                 raise ValueError("hits are below 0")
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise WrongUse(
-                f'--from {path}, line {number}: expected {{"token_ids": [...], "hits": 3}}; {error}'
+                f'--from {path} line {number}: {fault_of(error)}; expected {{"token_ids": [1, 2], "hits": 3}}'
             ) from error
         prefixes[lora, salt, token_ids] = HotPrefix(token_ids, hits, lora, salt)
     return list(prefixes.values())

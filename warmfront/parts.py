@@ -11,7 +11,9 @@ import click
 
 from router.config import RouterConfig
 from warmfront.errors import WrongUse
-from warmfront.options import SectionedCommand, fill, flags_of, shown, source_of, warn_of_typed_password, with_options
+from warmfront.flags import flags_of
+from warmfront.options import SectionedCommand, fill, shown, source_of, warn_of_typed_password, with_options
+from warmfront.values import Integer
 from worker.config import WorkerConfig
 
 
@@ -30,7 +32,7 @@ def router(**params: Any) -> int:
 @click.command(cls=SectionedCommand)
 @with_options("worker")
 @click.option("--plan", is_flag=True, help="Print what fits into the memory, and end.")
-@click.option("--count", type=click.IntRange(1, 256), default=1, help="So many simulated replicas in this process.")
+@click.option("--count", type=Integer(1, 256), default=1, help="So many simulated replicas in this process.")
 def worker(*, plan: bool, count: int, **params: Any) -> int:
     """Run one worker in the foreground until SIGTERM, which drains it."""
     if plan:

@@ -14,7 +14,8 @@ from common.tls import Certificates, TlsError
 from router.config import RouterConfig
 from warmfront.client import shown_by_environment
 from warmfront.errors import WrongUse
-from warmfront.options import UpConfig, fill
+from warmfront.flags import UpConfig
+from warmfront.options import fill
 from warmfront.store import check_redis
 from worker.config import WorkerConfig
 

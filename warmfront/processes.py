@@ -26,7 +26,7 @@ from router.launcher import Seen, refuses
 from router.reconcile import DRAINING, GONE, READY, STARTING, Group
 from router.worker_client import is_serving
 from warmfront.desired import DESIRED_FILE, own_ports, read_desired
-from warmfront.options import ENV_PREFIX, SEED_ENV
+from warmfront.flags import ENV_PREFIX, SEED_ENV
 from warmfront.run_dir import RunDir, write_private
 from warmfront.store import die_with_parent
 

@@ -13,8 +13,9 @@ from router.reconcile import Group
 from warmfront.console import Progress, say
 from warmfront.desired import parse
 from warmfront.errors import DeadlinePassed, Failure, WrongUse
-from warmfront.options import Duration, Flag, flags_of, format_duration
+from warmfront.flags import Flag, flags_of
 from warmfront.preflight import find_model
+from warmfront.values import FILE, Duration, Integer, format_duration
 from warmfront.wishes import Wishes, cluster_options, find, key_of, wait
 
 _REPORT_MARGIN_S = 120.0  # for the controller to take up the file, and to roll back
@@ -35,10 +36,10 @@ _CONTRACT = (
 
 @click.command()
 @cluster_options
-@click.option("--model", type=click.Path(path_type=Path), help="The same weights in another place.")
+@click.option("--model", type=FILE, help="The same weights in another place.")
 @click.option("--set", "changes", multiple=True, metavar="KEY=VALUE", help="A flag of the workers; empty: none.")
-@click.option("--surge", type=click.IntRange(0, 64), help="Workers beyond the count meanwhile; 0: an old one first.")
-@click.option("--batch", type=click.IntRange(1, 64), help="Workers replaced at once.")
+@click.option("--surge", type=Integer(0, 64), help="Workers beyond the count meanwhile; 0: an old one first.")
+@click.option("--batch", type=Integer(1, 64), help="Workers replaced at once.")
 @click.option("--when-below", type=Duration(), help="Begin no batch while more prefill waits per worker.")
 @click.option("--deadline", type=Duration(), help="Of the whole; then it is rolled back. Default: 30m.")
 @click.option("--undo", is_flag=True, help="Go back from a rollout that another command has begun.")

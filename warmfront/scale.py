@@ -8,13 +8,14 @@ import click
 
 from warmfront.console import Progress, counted
 from warmfront.errors import DeadlinePassed, Failure, WrongUse
-from warmfront.options import MAX_REPLICAS, Duration, format_duration
+from warmfront.flags import MAX_REPLICAS
 from warmfront.preflight import gpus_of
+from warmfront.values import Duration, Integer, format_duration
 from warmfront.wishes import Wishes, cluster_options, find, key_of, wait
 
 
 @click.command()
-@click.argument("count", type=click.IntRange(1, 1024))
+@click.argument("count", type=Integer(1, 1024))
 @cluster_options
 @click.option("--deadline", type=Duration(), default="10m", show_default=True, help="Stop waiting then; it goes on.")
 @click.option("--no-wait", is_flag=True, help="Only say what is wanted.")

@@ -14,7 +14,7 @@ from rich.text import Text
 from warmfront.client import Address, Client, address_options
 from warmfront.console import Grid, counted, stdout
 from warmfront.errors import DeadlinePassed, Failure
-from warmfront.options import Duration
+from warmfront.values import Duration
 
 _STYLES = {"READY": "green", "WARMING": "yellow", "STARTING": "yellow", "DRAINING": "yellow", "GONE": "red"}
 

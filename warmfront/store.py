@@ -19,8 +19,8 @@ import redis
 from common.redis_client import connect_redis
 from common.redis_url import RedisUrlError, parse_redis_url
 from warmfront.errors import Failure, WrongUse
-from warmfront.options import mask_url
 from warmfront.run_dir import write_private
+from warmfront.values import mask_url
 
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 _libc = ctypes.CDLL(None, use_errno=True)

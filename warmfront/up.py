@@ -24,20 +24,13 @@ from warmfront.client import Address, Client, shown_by_environment
 from warmfront.console import Progress, counted, say
 from warmfront.desired import DESIRED_FILE, SHARED, number_of, read_status, write_desired
 from warmfront.errors import DeadlinePassed, Failure, WrongUse
-from warmfront.options import (
-    SectionedCommand,
-    UpConfig,
-    fill,
-    flags_of,
-    format_duration,
-    mask_url,
-    warn_of_typed_password,
-    with_options,
-)
+from warmfront.flags import UpConfig, flags_of
+from warmfront.options import SectionedCommand, fill, warn_of_typed_password, with_options
 from warmfront.preflight import check_settings, gpus_of, on_as_many_gpus
 from warmfront.processes import tail
 from warmfront.run_dir import RUN_DIR_ENV, Process, RunDir, write_private
 from warmfront.store import EmbeddedValkey, free_port
+from warmfront.values import format_duration, mask_url
 
 
 class Parts(Protocol):

@@ -15,15 +15,18 @@ import click
 import yaml
 
 from warmfront.client import several_clusters
-from warmfront.desired import DESIRED_FILE, read_status, read_yaml, write_desired
+from warmfront.desired import DESIRED_FILE, read_status, write_desired
 from warmfront.down import find_ready_file, find_url
 from warmfront.errors import Failure, WrongUse
-from warmfront.options import ENV_PREFIX
+from warmfront.files import read_yaml
+from warmfront.flags import ENV_PREFIX
 from warmfront.run_dir import RunDir, all_run_dirs, write_private
+from warmfront.values import FILE, THERE
 
 _LOOK_S = 0.25
 _LOCK_FILE = ".desired.lock"
 _BEFORE_FILE = ".before-rollout.yaml"
+_NO_DESIRED = "no file of `warmfront controller`, which has lines such as `workers: {replicas: 2}`"
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +45,9 @@ class Wishes:
             raise WrongUse(str(error)) from error
         except OSError as error:
             raise WrongUse(f"{self.path}: {error.strerror}") from error
-        if not isinstance(content, dict) or not isinstance(content.get("workers"), dict):
+        if not isinstance(content, dict):
+            raise WrongUse(f"{self.path}: {_NO_DESIRED}")
+        if not isinstance(content.get("workers"), dict):
             raise WrongUse(
                 f"{self.path}: its workers are not the controller's; whoever places them scales and rolls them"
             )
@@ -129,12 +134,12 @@ def key_of(values: dict[str, Any], name: str) -> str:
 def cluster_options(function: Callable[..., Any]) -> Callable[..., Any]:
     """The options that say which cluster; ``find`` takes them."""
     options = (
-        click.option("--ready-file", type=click.Path(path_type=Path), help="The `up` that wrote this file."),
+        click.option("--ready-file", type=FILE, help="The `up` that wrote this file."),
         click.option("--url", help=f"The `up` whose HTTP address this is. Default: {ENV_PREFIX}URL."),
         click.option(
             "--desired",
             "desired_file",
-            type=click.Path(exists=True, dir_okay=False, path_type=Path),
+            type=THERE,
             help="The file of a `warmfront controller`.",
         ),
         click.option(

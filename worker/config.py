@@ -19,7 +19,10 @@ from common.worker_token import tokens_of
 
 LOOPBACK_HOSTS = ("127.0.0.1", "::1", "localhost")
 
+ATTENTION_BACKENDS = ("auto", "sdpa", "tiled", "avx512", "triton")
+
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
+_DEVICE = re.compile(r"auto|cpu|cuda(:\d{1,3})?")
 
 
 class ConfigError(ValueError):
@@ -225,12 +228,15 @@ class WorkerConfig:
             ("--engine", self.engine, ("model", "simulated")),
             ("--dtype", self.dtype, ("auto", "float32", "bfloat16")),
             ("--kv-cache-dtype", self.kv_cache_dtype, ("auto", "bfloat16", "float32", "int8", "fp8")),
+            ("--attention", self.attention, ATTENTION_BACKENDS),
             ("--mode", self.mode, ("fast", "deterministic")),
             ("--log-level", self.log_level.upper(), ("DEBUG", "INFO", "WARNING", "ERROR")),
         )
         for flag, value, allowed in choices:
             if value not in allowed:
                 raise ConfigError(f"{flag} {value!r} is none of {', '.join(allowed)}")
+        if not _DEVICE.fullmatch(self.device):
+            raise ConfigError(f"--device {self.device!r} is none of auto, cpu, cuda, cuda:N")
         if self.fault and self.engine != "simulated":
             raise ConfigError("--fault is for --engine simulated")
         rates = (

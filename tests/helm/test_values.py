@@ -29,7 +29,7 @@ from tests.helm.tools import (
     pod_templates,
     settings,
 )
-from warmfront.options import flags_of
+from warmfront.flags import flags_of
 
 SCHEMA: dict[str, Any] = json.loads((CHART / "values.schema.json").read_text(encoding="utf-8"))
 VALUES: dict[str, Any] = yaml.safe_load((CHART / "values.yaml").read_text(encoding="utf-8"))

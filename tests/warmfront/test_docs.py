@@ -14,7 +14,7 @@ from prometheus_client import CollectorRegistry
 from router.metrics import RouterMetrics
 from warmfront.__main__ import COMMANDS, cli
 from warmfront.controller import ControllerMetrics
-from warmfront.options import CONFIGS, FLAGS, default_of, flags_of
+from warmfront.flags import CONFIGS, FLAGS, default_of, flags_of
 from worker.metrics import WorkerMetrics
 from worker.request import EngineSnapshot
 

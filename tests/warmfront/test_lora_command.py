@@ -19,8 +19,8 @@ from router.config import RouterConfig
 from router.main import Router
 from tests.warmfront.conftest import Cli
 from tests.worker.test_adapters import write
-from warmfront.options import NamedFolder
 from warmfront.store import free_port
+from warmfront.values import NamedFolder
 from worker.config import WorkerConfig
 from worker.main import Worker
 from worker.simulated import BYTES

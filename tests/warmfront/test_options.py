@@ -11,16 +11,9 @@ import pytest
 from router.config import RouterConfig
 from tests.warmfront.conftest import Cli
 from warmfront.errors import WrongUse
-from warmfront.options import (
-    CONFIGS,
-    FLAGS,
-    Duration,
-    default_of,
-    fill,
-    flags_of,
-    format_duration,
-    mask_url,
-)
+from warmfront.flags import CONFIGS, FLAGS, default_of, flags_of
+from warmfront.options import fill
+from warmfront.values import Duration, format_duration, mask_url
 from worker.config import WorkerConfig
 
 REDIS = ("--redis", "redis://127.0.0.1:1/0")
@@ -87,14 +80,17 @@ def test_secrets_are_masked(cli: Cli) -> None:
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (("--kv-blocks", "many"), "--kv-blocks"),
+        (("--kv-blocks", "many"), "'--kv-blocks': 'many' is not a valid integer"),
+        (("--gpu-memory-utilization", "most"), "'most' is not a valid number"),
+        (("--device", "gpu"), "--device 'gpu' is none of auto, cpu, cuda, cuda:N"),
+        (("--attention", "flash"), "'flash' is not one of 'auto', 'sdpa'"),
         (("--block-size", "7"), "--block-size"),
         (("--heartbeat", "5"), "write 200ms, 60s, 5m or 1h"),
         (("--heartbeat", "4s", "--lease", "5s"), "two heartbeats"),
         (("--mode", "exact"), "deterministic"),
         (("--no-such-flag",), "--no-such-flag"),
         (("--prefix-caching-hash-algo", "xxhash"), "WARMFRONT_HASH_SEED"),
-        (("--worker-token-file", "/no/such/file"), "/no/such/file"),
+        (("--worker-token-file", "/no/such/file"), "the secret in /no/such/file: No such file or directory"),
         (("--config", "/no/such/file"), "/no/such/file"),
         (("--redis", ""), "--redis"),
     ],
@@ -106,8 +102,24 @@ def test_a_bad_value_ends_with_2_and_one_line(cli: Cli, arguments: tuple[str, ..
     assert result.err.count("\n") == 1
 
 
+def test_a_bad_value_that_nobody_typed_is_told_with_its_place(
+    cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "warmfront.yaml"
+    file.write_text("replicas: two\n")
+    told = cli("config", "show", "up", "--config", str(file)).err
+    assert told == f"warmfront: Invalid value for '--replicas': 'two' is not a valid integer. (in {file})\n"
+    monkeypatch.setenv("WARMFRONT_KV_BLOCKS", "many")
+    told = cli("config", "show", "worker").err
+    assert told.endswith("'many' is not a valid integer. (WARMFRONT_KV_BLOCKS in the environment)\n")
+
+
 def test_a_file_that_is_no_yaml_mapping_is_refused(cli: Cli, tmp_path: Path) -> None:
-    for content, words in (("- a\n- b\n", "expected lines"), ("a: [", "--config"), ("model: {a: 1}\n", "one value")):
+    for content, words in (
+        ("- a\n- b\n", "expected lines"),
+        ("a: [1\nb: 2}\n", "bad.yaml: line 2, column 2: "),
+        ("model: {a: 1}\n", "one value"),
+    ):
         file = tmp_path / "bad.yaml"
         file.write_text(content)
         result = cli("config", "show", "up", "--config", str(file))

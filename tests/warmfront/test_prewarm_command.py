@@ -189,9 +189,9 @@ def test_what_hot_prints_as_json_fills_a_worker_from_a_file(
     ("lines", "more", "code", "words"),
     [
         ([{"token_ids": list(range(2000))}], (), 1, "--min-hit-rate is 0.9, but no more fits"),
-        ([{"token_ids": list(range(900))}], ("--deadline", "50ms"), 3, "at the deadline of 0.05 s"),
+        ([{"token_ids": list(range(900))}], ("--deadline", "50ms"), 3, "at the deadline of 50ms"),
         ([{"token_ids": [-1]}], (), 2, "line 1"),
-        ([{"hits": 3}], (), 2, "line 1"),
+        ([{"hits": 3}], (), 2, "line 1: token_ids is missing; expected"),
     ],
 )
 def test_the_exit_code_says_how_it_ended(
@@ -221,7 +221,11 @@ def test_a_worker_that_never_comes_ends_with_the_deadline(cli: Cli, tmp_path: Pa
     file = tmp_path / "hot.jsonl"
     file.write_text(json.dumps({"token_ids": SYSTEM}))
     target = f"127.0.0.1:{free_port()}"
-    assert cli("prewarm", "--target", target, "--from", str(file), "--deadline", "200ms").exit_code == 3
+    late = cli("prewarm", "--target", target, "--from", str(file), "--deadline", "200ms")
+    assert (late.exit_code, f"{target}: nobody answers there" in late.err) == (3, True)
+    for address in ("w0", "http://127.0.0.1:1", "127.0.0.1"):
+        wrong = cli("prewarm", "--target", address, "--from", str(file))
+        assert (wrong.exit_code, f"--target {address}: write HOST:PORT" in wrong.err) == (2, True)
 
 
 def test_a_wrong_token_or_a_missing_redis_is_wrong_use(cli: Cli, running: Running, tmp_path: Path) -> None:

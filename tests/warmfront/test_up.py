@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from tests.warmfront.conftest import Cli
-from warmfront.options import UpConfig
+from warmfront.flags import UpConfig
 from warmfront.preflight import on_as_many_gpus
 from warmfront.processes import LONGEST_BACKOFF_S, backoff_s
 from warmfront.run_dir import RUN_DIR_ENV, RunDir, all_run_dirs

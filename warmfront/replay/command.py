@@ -17,12 +17,12 @@ from cache.block_hash import HashScheme
 from router.policy import POLICIES
 from warmfront.console import stderr
 from warmfront.errors import WrongUse
-from warmfront.options import FILE, Duration
 from warmfront.replay.capacity import costs_of
 from warmfront.replay.report import Bounds, as_line, as_object, capacity_table, plot, policy_table
 from warmfront.replay.settings import Settings
 from warmfront.replay.simulation import Outcome, blocks_of_longest, open_loop_speed, oracle_hit_rate, simulate
 from warmfront.replay.trace import MOONCAKE_BLOCK_SIZE, Encode, Job, Turn, name_blocks, read_trace
+from warmfront.values import FILE, Duration, Integer, Number
 
 _DEFAULT_BLOCK_SIZE = 16
 
@@ -92,50 +92,48 @@ class Policies(click.ParamType[list[str]]):
     type=Numbers(),
     help="Tokens per block. A list plans capacity. Default: 16; 512 for a Mooncake trace.",
 )
-@click.option(
-    "--routers", type=click.IntRange(1, 64), default=1, show_default=True, help="Requests go to them in turn."
-)
-@click.option("--in-flight", type=click.IntRange(min=1), help="Requests at once. Default: 4 per replica.")
+@click.option("--routers", type=Integer(1, 64), default=1, show_default=True, help="Requests go to them in turn.")
+@click.option("--in-flight", type=Integer(min=1), help="Requests at once. Default: 4 per replica.")
 @click.option("--open-loop", is_flag=True, help="Requests come when the trace says, not when others end.")
-@click.option("--speed", type=click.FloatRange(0, min_open=True), help="Open loop: so many times as fast as the trace.")
+@click.option("--speed", type=Number(0, min_open=True), help="Open loop: so many times as fast as the trace.")
 @click.option(
     "--load-share",
-    type=click.FloatRange(0, min_open=True),
+    type=Number(0, min_open=True),
     help="Open loop: at this share of the request rate that the fleet sustains with 4 in flight per replica.",
 )
 @click.option(
     "--host-kv-blocks",
-    type=click.IntRange(min=0),
+    type=Integer(min=0),
     default=0,
     show_default=True,
     help="Blocks of each replica in host memory, behind its cache.",
 )
 @click.option(
     "--host-tokens-per-s",
-    type=click.FloatRange(0, min_open=True),
+    type=Number(0, min_open=True),
     default=400_000.0,
     show_default=True,
     help="Tokens that come back from there.",
 )
-@click.option("--prefill-tokens-per-s", type=click.FloatRange(0, min_open=True), default=40_000.0, show_default=True)
+@click.option("--prefill-tokens-per-s", type=Number(0, min_open=True), default=40_000.0, show_default=True)
 @click.option(
     "--decode-time", type=Duration(), default="0.1ms", show_default=True, help="Of a step that makes answers longer."
 )
 @click.option(
-    "--max-num-batched-tokens", type=click.IntRange(min=1), default=512, show_default=True, help="Tokens of one step."
+    "--max-num-batched-tokens", type=Integer(min=1), default=512, show_default=True, help="Tokens of one step."
 )
-@click.option("--max-num-seqs", type=click.IntRange(min=1), default=64, show_default=True, help="Requests in one step.")
+@click.option("--max-num-seqs", type=Integer(min=1), default=64, show_default=True, help="Requests in one step.")
 @click.option("--event-delay", type=Duration(), default="1ms", show_default=True, help="From a step to the index.")
 @click.option(
     "--heartbeat", type=Duration(), default="100ms", show_default=True, help="How often leases tell LRU ages."
 )
-@click.option("--seed", type=int, default=0, show_default=True, help="Of ties and random choices.")
-@click.option("--limit", type=click.IntRange(min=1), help="Only the trace's first requests.")
+@click.option("--seed", type=Integer(), default=0, show_default=True, help="Of ties and random choices.")
+@click.option("--limit", type=Integer(min=1), help="Only the trace's first requests.")
 @click.option("--model", type=FILE, help="Whose tokenizer reads text and messages. Default: the packaged SmolLM2.")
 @click.option("--live", is_flag=True, help="Over the wire: real routers and workers around simulated engines.")
 @click.option(
     "--time-scale",
-    type=click.FloatRange(1),
+    type=Number(1),
     default=10.0,
     show_default=True,
     help="With --live everything takes so many times as long, so that this machine's own work weighs less.",

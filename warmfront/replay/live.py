@@ -28,12 +28,12 @@ from warmfront_pb.v1 import inference_pb2, inference_pb2_grpc
 
 from warmfront.client import Client
 from warmfront.errors import Failure, WrongUse
-from warmfront.options import format_duration
 from warmfront.processes import child_environment, last_line
 from warmfront.replay.settings import IN_FLIGHT_PER_REPLICA, Settings
 from warmfront.replay.simulation import Outcome, Progress
 from warmfront.replay.trace import MOONCAKE_BLOCK_SIZE, Turn
 from warmfront.store import EmbeddedValkey, die_with_parent, free_port
+from warmfront.values import format_duration
 
 _MAX_BLOCK_SIZE = 256
 _START_DEADLINE_S = 120.0

@@ -10,22 +10,26 @@ from __future__ import annotations
 
 import itertools
 import json
+import math
 from array import array
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 
 from cache.block_hash import BlockChain, BlockHash, HashScheme, TokenIds, pack_keys
 from warmfront.errors import WrongUse
+from warmfront.files import fault_of
 
 MOONCAKE_BLOCK_SIZE = 512
 _LAST_GAP_S = 3.0  # of a Mooncake trace, whose clock ticks every 3 s: how long its last tick lasts
 _NAME_BYTES = 8
+_OURS = '{"timestamp_ms": 0, "token_ids": [1, 2], "output_tokens": 20}'
+_MOONCAKE = '{"timestamp": 0, "input_length": 600, "output_length": 20, "hash_ids": [0, 1]}'
 _nobodys_numbers = itertools.count(1 << 63)
 
 Encode: TypeAlias = Callable[[dict[str, Any]], "array[int]"]
@@ -102,9 +106,9 @@ def read_trace(path: Path, encode: Encode | None = None, limit: int | None = Non
         with path.open(encoding="utf-8") as lines:
             turns = list(_read_lines(lines, path, encode, limit))
     except (OSError, UnicodeDecodeError) as error:
-        raise WrongUse(f"cannot read {path}: {error}") from error
+        raise WrongUse(f"{path}: {fault_of(error)}") from error
     if not turns:
-        raise WrongUse(f"{path} holds no request")
+        raise WrongUse(f"{path} holds no request; a line of it: {_OURS}")
     turns.sort(key=lambda turn: turn.at_s)
     return _spread(turns) if turns[0].hash_ids else turns
 
@@ -126,20 +130,28 @@ def _read_lines(lines: Iterable[str], path: Path, encode: Encode | None, limit: 
             return
         if not line.strip():
             continue
+        expected = _OURS
         try:
             entry = json.loads(line)
-            turn = _mooncake(entry, number) if "hash_ids" in entry else _ours(entry, number, encode)
-        except (ValueError, TypeError, KeyError, OverflowError) as error:
-            reason = f"{error} is missing" if isinstance(error, KeyError) else error
-            raise WrongUse(f"{path} line {number}: {reason}") from error
+            if not isinstance(entry, dict):
+                raise ValueError("no object")
+            if "hash_ids" in entry:
+                expected = _MOONCAKE
+                turn = _mooncake(entry, number)
+            else:
+                turn = _ours(entry, number, encode)
+        except (ValueError, KeyError, OverflowError) as error:
+            raise WrongUse(f"{path} line {number}: {fault_of(error)}; expected {expected}") from error
         num_read += 1
         yield turn
 
 
 def _ours(entry: dict[str, Any], number: int, encode: Encode | None) -> Turn:
     if "token_ids" in entry:
-        token_ids = array("i", entry["token_ids"])
+        token_ids = _ids(entry, "token_ids", "i")
     elif "text" in entry or "messages" in entry:
+        if not _is_text(entry):
+            raise ValueError("text is a string, messages are objects with role and content")
         if encode is None:
             raise ValueError("its prompt is text, and there is no tokenizer")
         token_ids = encode(entry)
@@ -147,10 +159,10 @@ def _ours(entry: dict[str, Any], number: int, encode: Encode | None) -> Turn:
         raise ValueError("none of token_ids, text, messages and hash_ids is there")
     if not token_ids:
         raise ValueError("the prompt is empty")
-    output = array("i", entry["output_token_ids"]) if "output_token_ids" in entry else None
-    num_output = len(output) if output is not None else int(entry["output_tokens"])
+    output = _ids(entry, "output_token_ids", "i") if "output_token_ids" in entry else None
+    num_output = len(output) if output is not None else _count(entry, "output_tokens")
     return Turn(
-        at_s=entry["timestamp_ms"] / 1000,
+        at_s=_seconds(entry, "timestamp_ms"),
         session=str(entry.get("session", f"line {number}")),
         num_tokens=len(token_ids),
         num_output_tokens=max(1, num_output),
@@ -160,15 +172,50 @@ def _ours(entry: dict[str, Any], number: int, encode: Encode | None) -> Turn:
 
 
 def _mooncake(entry: dict[str, Any], number: int) -> Turn:
-    hash_ids, num_tokens = entry["hash_ids"], int(entry["input_length"])
+    hash_ids, num_tokens = _ids(entry, "hash_ids", "Q"), _count(entry, "input_length")
     if num_tokens < 1 or len(hash_ids) != -(-num_tokens // MOONCAKE_BLOCK_SIZE):
         raise ValueError(f"{len(hash_ids)} hash_ids for {num_tokens} tokens")
     return Turn(
-        at_s=entry["timestamp"] / 1000,
+        at_s=_seconds(entry, "timestamp"),
         session=f"line {number}",
         num_tokens=num_tokens,
-        num_output_tokens=max(1, int(entry["output_length"])),
-        hash_ids=array("Q", hash_ids),
+        num_output_tokens=max(1, _count(entry, "output_length")),
+        hash_ids=hash_ids,
+    )
+
+
+def _ids(entry: dict[str, Any], name: str, typecode: Literal["i", "Q"]) -> array[int]:
+    """A field that is a list of ids, none below 0. Raises ``ValueError``, ``KeyError``."""
+    value = entry[name]
+    try:
+        if isinstance(value, list) and min(value, default=0) >= 0:
+            return array(typecode, value)
+    except (TypeError, OverflowError):
+        pass
+    raise ValueError(f"{name} is no list of whole numbers from 0 to {2**31 - 1 if typecode == 'i' else 2**64 - 1}")
+
+
+def _count(entry: dict[str, Any], name: str) -> int:
+    value = entry[name]
+    if isinstance(value, bool) or not isinstance(value, int) or value < 0:
+        raise ValueError(f"{name} is no whole number of 0 or more")
+    return value
+
+
+def _seconds(entry: dict[str, Any], name: str) -> float:
+    """A time in milliseconds, as seconds. Raises ``ValueError``, ``KeyError``."""
+    value = entry[name]
+    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+        raise ValueError(f"{name} is no number of milliseconds")
+    return value / 1000
+
+
+def _is_text(entry: dict[str, Any]) -> bool:
+    if "text" in entry:
+        return isinstance(entry["text"], str)
+    return isinstance(entry["messages"], list) and all(
+        isinstance(one, dict) and isinstance(one.get("role"), str) and isinstance(one.get("content"), str)
+        for one in entry["messages"]
     )
 
 
