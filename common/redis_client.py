@@ -7,8 +7,9 @@ for whenever a connection is opened, and a connection whose server has lost that
 
 from __future__ import annotations
 
+import asyncio
 import ssl
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -19,7 +20,8 @@ from redis.backoff import NoBackoff
 from redis.crc import key_slot
 from redis.credentials import CredentialProvider
 from redis.exceptions import ConnectionError as RedisConnectionError
-from redis.exceptions import MovedError, ReadOnlyError, RedisError
+from redis.exceptions import MovedError, ReadOnlyError, RedisError, ResponseError
+from redis.exceptions import TimeoutError as RedisTimeoutError
 
 from common.redis_url import OPTIONS, RedisUrl, RedisUrlError, parse_redis_url, read_password
 
@@ -76,6 +78,51 @@ def connect_redis(url: str, *, fleet: str, timeout_s: float, password_file: Path
 
     found: type[Connection] = _FoundSSLConnection if where.is_tls else _FoundConnection
     return aioredis.Redis.from_pool(ConnectionPool(connection_class=found, find=find, **kwargs, **tls))
+
+
+class Line:
+    """One of a client's connections, for a loop that sends a command, waits for its answer and sends the next.
+
+    A client takes a connection from its pool for each command, sends it in a task of its own and keeps count: twice
+    the work of this. What it raises, and when it gives up, is the same.
+    """
+
+    def __init__(self, client: aioredis.Redis) -> None:
+        self._pool: Any = client.connection_pool
+        self._connection: Any = None
+        self._timeout_s: float | None = None
+
+    async def ask(self, *command: bytes | str | int) -> Any:
+        """The answer as it came. Raises ``RedisError`` or ``OSError``."""
+        if self._connection is None:
+            connection = await self._pool.get_connection()
+            self._timeout_s, connection.socket_timeout = connection.socket_timeout, None
+            self._connection = connection
+        connection = self._connection
+        try:
+            async with asyncio.timeout(self._timeout_s):
+                await connection.send_command(*command, check_health=False)
+                return await connection.read_response()
+        except ResponseError:
+            raise
+        except BaseException as error:  # whatever may still come belongs to nobody
+            self._connection = None
+            connection.socket_timeout = self._timeout_s
+            await connection.disconnect(nowait=True)
+            await self._pool.release(connection)
+            if isinstance(error, TimeoutError):
+                raise RedisTimeoutError(f"no answer within {self._timeout_s:g} s") from None
+            raise
+
+    async def read_streams(
+        self, cursors: Mapping[bytes, str], count: int, block_ms: int
+    ) -> list[tuple[bytes, list[tuple[bytes, dict[bytes, bytes]]]]]:
+        """XREAD: by stream what comes after its cursor, as entry ids and fields. Raises as ``ask``."""
+        reply = await self.ask("XREAD", "BLOCK", block_ms, "COUNT", count, "STREAMS", *cursors, *cursors.values())
+        return [
+            (stream, [(entry_id, dict(zip(fields[::2], fields[1::2], strict=True))) for entry_id, fields in entries])
+            for stream, entries in reply or ()
+        ]
 
 
 class _Found(Connection):

@@ -25,6 +25,7 @@ from warmfront_pb.v1 import common_pb2
 
 from cache.events import EventDecodeError, Malformed, Stored, Tier, decode_batch, read_snapshot
 from cache.prefix_index import Outcome, PrefixIndex
+from common.redis_client import Line
 from common.redis_keys import FleetKeys, is_wrong_type, wrong_types
 from router.metrics import REFUSED, RouterMetrics
 
@@ -97,6 +98,7 @@ class IndexMirror:
         self.was_loaded = False
         """Whether once every replica's snapshot and the stream after it had been read, or tried often enough."""
         self._client = client
+        self._line = Line(client)
         self._keys = keys
         self._metrics = metrics
         self._batches = {outcome: metrics.index_batches.labels(outcome.value) for outcome in Outcome}
@@ -327,9 +329,9 @@ class IndexMirror:
             await asyncio.sleep(block_ms / 1000)
             await self._client.ping()
             return False
-        cursors: Any = {stream: feed.cursor for stream, feed in feeds.items()}
+        cursors = {stream: feed.cursor for stream, feed in feeds.items()}
         try:
-            reply: Any = await self._client.xread(cursors, count=_READ_COUNT, block=block_ms)
+            reply = await self._line.read_streams(cursors, _READ_COUNT, block_ms)
         except ResponseError as error:
             if not is_wrong_type(error):
                 raise
@@ -337,7 +339,7 @@ class IndexMirror:
             return False
         # Where a snapshot stands since, the stream is read again from there on.
         feeds = {stream: feed for stream, feed in feeds.items() if feed.cursor == cursors[stream]}
-        for stream, entries in reply or ():
+        for stream, entries in reply:
             feed = feeds.get(stream)
             if feed is None or not self._is_followed(feed):
                 continue

@@ -18,6 +18,7 @@ from google.protobuf.message import DecodeError
 from redis.exceptions import RedisError, ResponseError
 from warmfront_pb.v1 import router_pb2
 
+from common.redis_client import Line
 from common.redis_keys import FleetKeys, is_wrong_type, remove_wrong_types
 from router.config import RouterConfig
 from router.load import Journal, LoadBook
@@ -42,6 +43,7 @@ class SharedLoad:
 
     def __init__(self, client: redis_asyncio.Redis, keys: FleetKeys, config: RouterConfig, loads: LoadBook) -> None:
         self._client = client
+        self._reading, self._writing = Line(client), Line(client)
         self._keys = keys
         self._router = config.router_id
         self._lease_ms = round(config.lease_s * 1000)
@@ -152,17 +154,12 @@ class SharedLoad:
 
     async def _write(self, with_totals: bool) -> None:
         steps = self._journal.take()  # what cannot be sent is in the next totals
-        batch: Any = None
-        totals = None
+        totals = totals_of(self._loads, self._boot).SerializeToString() if with_totals else None
         if steps and len(self.peers):
-            batch = {_FIELD: batch_of(self._router, self._boot, steps).SerializeToString()}
-        if with_totals:
-            totals = totals_of(self._loads, self._boot).SerializeToString()
-        # One command at a time: a pipeline of two costs this process more than both.
-        if batch is not None:
-            await self._client.xadd(self._keys.dispatch, batch, maxlen=_STREAM_LENGTH, approximate=True)
+            batch = batch_of(self._router, self._boot, steps).SerializeToString()
+            await self._writing.ask("XADD", self._keys.dispatch, "MAXLEN", "~", _STREAM_LENGTH, "*", _FIELD, batch)
         if totals is not None:
-            await self._client.set(self._keys.load(self._router), totals, px=self._lease_ms)
+            await self._writing.ask("SET", self._keys.load(self._router), totals, "PX", self._lease_ms)
 
     async def _enlist(self) -> None:
         """Be on the list of routers, and keep the shared keys alive."""
@@ -194,10 +191,9 @@ class SharedLoad:
         if not self._cursor:
             seconds, _ = await self._client.time()
             self._cursor = f"{max(0, seconds * 1000 - _HISTORY_MS)}-0"
-        streams: Any = {self._keys.dispatch: self._cursor}
-        reply: Any = await self._client.xread(streams, count=_READ_COUNT, block=block_ms)
+        reply = await self._reading.read_streams({self._keys.dispatch.encode(): self._cursor}, _READ_COUNT, block_ms)
         now = time.monotonic()
-        for _, entries in reply or ():
+        for _, entries in reply:
             for entry_id, fields in entries:
                 self._cursor = entry_id.decode()
                 try:
