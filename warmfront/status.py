@@ -12,7 +12,7 @@ from rich.live import Live
 from rich.text import Text
 
 from warmfront.client import Address, Client, address_options
-from warmfront.console import Grid, counted, stdout
+from warmfront.console import Grid, counted, say, stdout
 from warmfront.errors import DeadlinePassed, Failure
 from warmfront.values import Duration
 
@@ -52,7 +52,10 @@ def status(*, address: Address, as_json: bool, watch: bool) -> None:
 def drain(*, replica: str, address: Address, deadline: float, no_wait: bool) -> None:
     """Take REPLICA out of service: no new requests go there, running ones end, its process exits."""
     client = Client(address, timeout_s=10)
-    generation = _find(client, replica).get("generation")
+    listed = client.get("/v1/replicas")["replicas"]
+    generation = next((one.get("generation") for one in listed if one["id"] == replica), None)
+    if [one["id"] for one in listed if one["state"] == "READY" and not one.get("fault")] == [replica]:
+        say(f"{replica} is the last one that is READY: requests are refused until another is")
     running = client.post("/v1/drain", {"replica": replica, "deadline_ms": int(deadline * 1000)}).get("running", 0)
     click.echo(f"{replica}: draining, {counted(running, 'request')} running")
     end = time.monotonic() + deadline

@@ -145,6 +145,13 @@ def test_drain_waits_until_the_replica_is_gone(cli: Cli, router: FakeRouter) -> 
     assert result.out == "w0: draining, 1 request running\nw0: drained\n"
 
 
+def test_drain_of_the_last_replica_that_is_ready_says_what_that_means(cli: Cli, router: FakeRouter) -> None:
+    router.replicas = [replica("w0"), replica("w1", "WARMING"), replica("w2", fault="differs")]
+    assert "w0 is the last one that is READY" in cli("drain", "w0", "--url", router.url).err
+    router.replicas = [replica("w0"), replica("w1")]
+    assert cli("drain", "w0", "--url", router.url).err == ""
+
+
 def test_drain_that_takes_too_long_ends_with_3(cli: Cli, router: FakeRouter) -> None:
     router.drains = False
     result = cli("drain", "w1", "--url", router.url, "--deadline", "10ms")
