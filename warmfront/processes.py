@@ -148,7 +148,8 @@ class ChildProcesses:
         child = self._children[name]
         child.is_unwanted = True
         self._do(_sent(child, signal.SIGTERM))
-        if child.process is not None and child.process.returncode is not None:
+        process = child.process
+        if process is None or process.returncode is not None:
             self.remove(name)  # it had ended, and waited to be started again
 
     def replace(self, name: str) -> None:
@@ -168,8 +169,10 @@ class ChildProcesses:
 
     def _seen(self, child: _Child, lease: common_pb2.ReplicaLease | None) -> Seen:
         seen = partial(Seen, role=child.role, name=child.name, revision=child.revision)
-        assert child.process is not None
-        pid, code = child.process.pid, child.process.returncode
+        process = child.process
+        if process is None:
+            return seen(is_restarting=True, fault=child.fault, exit_code=child.exit_code, error=child.fault)
+        pid, code = process.pid, process.returncode
         if code is not None:
             if child.is_unwanted or code == 0:
                 return seen(state=GONE)
@@ -209,9 +212,15 @@ class ChildProcesses:
 
     async def _launch(self, child: _Child) -> None:
         child.started_s, child.started_ms, child.address = time.monotonic(), time.time_ns() // 1_000_000, ""
+        try:
+            child.process = await self._spawn(child)
+        except OSError as error:  # no memory, no log folder, too many open files: it may go later
+            child.process, child.fault, child.exit_code = None, f"it cannot be started: {error}", 1
+
+    async def _spawn(self, child: _Child) -> asyncio.subprocess.Process:
         child.alive.unlink(missing_ok=True)
         with child.log.open("ab") as log:
-            child.process = await asyncio.create_subprocess_exec(
+            return await asyncio.create_subprocess_exec(
                 sys.executable,
                 "-P",  # a redis.py in the folder where `up` was typed is none of ours
                 "-m",
@@ -229,11 +238,11 @@ class ChildProcesses:
 
     async def _keep_alive(self, child: _Child) -> None:
         while True:
-            assert child.process is not None
-            child.exit_code = await child.process.wait()
-            if child.exit_code == 0 or child.is_unwanted:
-                return  # it was drained: somebody wants it gone
-            child.fault = end_of(child.exit_code, child.log)
+            if child.process is not None:
+                child.exit_code = await child.process.wait()
+                if child.exit_code == 0 or child.is_unwanted:
+                    return  # it was drained: somebody wants it gone
+                child.fault = end_of(child.exit_code, child.log)
             if time.monotonic() - child.started_s > HEALTHY_AFTER_S:
                 child.failures = 0
             child.failures += 1
