@@ -10,7 +10,7 @@ import secrets
 import shutil
 import signal
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, Protocol
@@ -31,6 +31,9 @@ from warmfront.processes import tail
 from warmfront.run_dir import RUN_DIR_ENV, Process, RunDir, write_private
 from warmfront.store import EmbeddedValkey, free_port
 from warmfront.values import format_duration, mask_url
+
+
+_RESTART = "to start Valkey again"
 
 
 class Parts(Protocol):
@@ -61,11 +64,43 @@ def up(**params: Any) -> None:
         settings = on_as_many_gpus(settings, params)
     check_settings(settings, params)
     warn_of_typed_password(click.get_current_context())
-    run_dir = RunDir.create()
-    try:
+    with _run_dir() as run_dir:
         asyncio.run(_Cluster(settings, params, run_dir).run())
+
+
+@contextmanager
+def _run_dir() -> Iterator[RunDir]:
+    """A run directory that is removed whatever signal comes, also before and after the cluster listens for them."""
+    before = {number: signal.getsignal(number) for number in _end_signals()}
+
+    def end(number: int, frame: object) -> None:
+        raise SystemExit(128 + number)
+
+    for number in before:
+        signal.signal(number, end)
+    run_dir = None
+    try:
+        signal.pthread_sigmask(signal.SIG_BLOCK, before)
+        try:
+            run_dir = RunDir.create()
+        finally:
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, before)
+        yield run_dir
+    except OSError as error:  # a full disk, say
+        raise Failure(str(error) or type(error).__name__) from error
     finally:
-        run_dir.remove()
+        for number in before:
+            signal.signal(number, signal.SIG_IGN)
+        if run_dir is not None:
+            run_dir.remove()
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _end_signals() -> list[signal.Signals]:
+    """The signals that end a cluster."""
+    has_terminal = signal.getsignal(signal.SIGHUP) != signal.SIG_IGN  # else it was started by nohup
+    return [signal.SIGINT, signal.SIGTERM, *([signal.SIGHUP] if has_terminal else [])]
 
 
 def examples(http: str, model: str, *, asks_for_certificates: bool) -> list[str]:
@@ -128,6 +163,7 @@ class _Cluster:
         self._suffix = "" if settings.redis_url is None else f"-{run_dir.path.name[-5:].replace('_', '0')}"
         self._replicas: list[dict[str, Any]] = []
         self._published: tuple[list[dict[str, Any]], dict[str, list[int]]] = [], {"router": []}
+        self._failing: set[str] = set()  # what is tried again and again
         self._parts = self._make_parts()
 
     async def run(self) -> None:
@@ -268,8 +304,9 @@ class _Cluster:
                     say(f"{part['name']} has ended and is started again: {part['why_ended']}")
                 ended[part["name"]] = part["ended"]
             if self._valkey is not None and not self._valkey.is_running() and not self._stop.is_set():
-                say("Valkey has ended; starting it again")
-                self._valkey.restart()
+                if _RESTART not in self._failing:
+                    say("Valkey has ended; starting it again")
+                self._attempt(_RESTART, self._valkey.restart)
             if not await self._look():
                 continue
             now = {replica["id"]: replica["state"] for replica in self._replicas}
@@ -279,7 +316,18 @@ class _Cluster:
             seen = {**dict.fromkeys(seen, "GONE"), **now}
             state = self._state()
             if state != self._published:
-                self._publish()
+                self._attempt("to write the ready file", self._publish)
+
+    def _attempt(self, what: str, action: Callable[[], None]) -> None:
+        """Does what serving can do without. Where that fails it is told of, once, and tried again at the next look."""
+        try:
+            action()
+        except (OSError, Failure) as error:
+            if what not in self._failing:
+                say(f"failed {what}, and tries again: {error}")
+            self._failing.add(what)
+        else:
+            self._failing.discard(what)
 
     async def _end(self, progress: Progress) -> None:
         if self._stop.is_set():
@@ -320,9 +368,7 @@ class _Cluster:
         def on_signal() -> None:
             (self._hurry if self._stop.is_set() else self._stop).set()
 
-        numbers = [signal.SIGINT, signal.SIGTERM]
-        if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:  # else it was started by nohup
-            numbers.append(signal.SIGHUP)
+        numbers = _end_signals()
         for number in numbers:
             loop.add_signal_handler(number, on_signal)
         try:
@@ -330,6 +376,7 @@ class _Cluster:
         finally:
             for number in numbers:
                 loop.remove_signal_handler(number)
+                signal.signal(number, signal.SIG_IGN)  # all has ended but for the run directory
 
     def _state(self) -> tuple[list[dict[str, Any]], dict[str, list[int]]]:
         """Replicas and process ids as the ready file tells them."""
@@ -340,7 +387,7 @@ class _Cluster:
 
     def _publish(self) -> None:
         """Writes ready file and run directory as they are now."""
-        self._published = replicas, pids = self._state()
+        state = replicas, pids = self._state()
         self._run_dir.processes = self._run_dir.processes[:1]
         for role, ids in pids.items():
             for pid in ids:
@@ -369,6 +416,7 @@ class _Cluster:
                 "run_dir": str(self._run_dir.path),
             }
             write_private(ready_file, json.dumps(content, indent=1) + "\n")
+        self._published = state
 
     def _show(self) -> None:
         model = self._replicas[0].get("model", "")

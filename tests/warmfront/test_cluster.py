@@ -8,6 +8,7 @@ import pty
 import re
 import shlex
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -124,6 +125,16 @@ def started(folder: Path, *arguments: str) -> Iterator[Up]:
     finally:
         up.process.kill()
         up.process.wait()
+
+
+def listens(one: socket.socket, port: int) -> bool:
+    """Whether it could take that port."""
+    try:
+        one.bind(("127.0.0.1", port))
+        one.listen()
+    except OSError:
+        return False
+    return True
 
 
 def ask(http: str, prompt: str = "one two three four five six seven eight " * 8) -> Any:
@@ -298,6 +309,44 @@ def test_a_signal_during_the_start_leaves_nothing(temp_root: Path, tmp_path: Pat
         wait_for(lambda: "routers and workers" in up.err.read_text(), "the start of the parts")
         assert up.stop() == 0
     assert all_run_dirs() == []
+
+
+def test_signals_without_end_leave_nothing_at_any_moment(temp_root: Path, tmp_path: Path) -> None:
+    with started(tmp_path, "--without-ray", "--replicas", "1") as up:
+        wait_for(all_run_dirs, "the run directory")
+        while up.process.poll() is None:
+            up.process.send_signal(signal.SIGTERM)
+            time.sleep(0.002)
+    assert list(temp_root.glob("wf-*")) == []
+
+
+def test_a_cluster_serves_on_while_its_disk_is_full_and_its_redis_cannot_come_back(
+    temp_root: Path, tmp_path: Path
+) -> None:
+    with started(tmp_path, "--without-ray", "--replicas", "1") as up:
+        ready = up.wait_ready().ready
+        up.ready_file.unlink()
+        up.ready_file.mkdir()  # as good as a disk that takes no more
+        up.process.send_signal(signal.SIGSTOP)
+        os.kill(ready["pids"]["redis"][0], signal.SIGKILL)
+        with socket.socket() as somebody:  # takes the port
+            somebody.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            port = int(ready["redis"].rpartition(":")[2].partition("/")[0])
+            wait_for(lambda: listens(somebody, port), "the end of Valkey")
+            up.process.send_signal(signal.SIGCONT)
+            wait_for(lambda: "failed to start Valkey again" in up.err.read_text(), "a try in vain")
+            wait_for(lambda: "failed to write the ready file" in up.err.read_text(), "another")
+            assert ask(ready["http"]).completion_tokens == 3
+        up.ready_file.rmdir()
+
+        def is_told() -> bool:
+            pid = json.loads(up.ready_file.read_text())["pids"]["redis"][0] if up.ready_file.exists() else 0
+            return bool(pid) and Path(f"/proc/{pid}/cmdline").exists()
+
+        wait_for(is_told, "a Valkey that runs, in the ready file")
+        assert ask(ready["http"]).completion_tokens == 3
+        assert up.stop() == 0
+        up.assert_nothing_is_left()
 
 
 def test_on_ray_the_same_and_a_killed_up_is_cleaned_by_down(cli: Cli, temp_root: Path, tmp_path: Path) -> None:
