@@ -32,7 +32,6 @@ from warmfront.run_dir import RUN_DIR_ENV, Process, RunDir, write_private
 from warmfront.store import EmbeddedValkey, free_port
 from warmfront.values import format_duration, mask_url
 
-
 _RESTART = "to start Valkey again"
 
 
@@ -316,7 +315,7 @@ class _Cluster:
             seen = {**dict.fromkeys(seen, "GONE"), **now}
             state = self._state()
             if state != self._published:
-                self._attempt("to write the ready file", self._publish)
+                self._attempt("to write its state", self._publish)
 
     def _attempt(self, what: str, action: Callable[[], None]) -> None:
         """Does what serving can do without. Where that fails it is told of, once, and tried again at the next look."""

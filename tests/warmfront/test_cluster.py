@@ -335,7 +335,7 @@ def test_a_cluster_serves_on_while_its_disk_is_full_and_its_redis_cannot_come_ba
             wait_for(lambda: listens(somebody, port), "the end of Valkey")
             up.process.send_signal(signal.SIGCONT)
             wait_for(lambda: "failed to start Valkey again" in up.err.read_text(), "a try in vain")
-            wait_for(lambda: "failed to write the ready file" in up.err.read_text(), "another")
+            wait_for(lambda: "failed to write its state" in up.err.read_text(), "another")
             assert ask(ready["http"]).completion_tokens == 3
         up.ready_file.rmdir()
 
