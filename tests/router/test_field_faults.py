@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import random
+import sys
 import time
 from array import array
 from typing import Any
@@ -19,6 +20,7 @@ from cache.prefix_index import PrefixIndex
 from router.load import LoadBook
 from router.placement import Placement
 from tests.router.conftest import Cluster, until
+from tests.router.test_hang import TOKEN, real_worker
 
 PROMPT: dict[str, Any] = {"prompt": "p" * 200, "max_tokens": 2, "temperature": 0}
 
@@ -43,15 +45,52 @@ async def test_a_replica_that_was_full_once_gets_its_prompts_again(cluster: Clus
     for name in ("w0", "w1"):
         await cluster.add_worker(name)
     await cluster.add_router()
+    other = {**PROMPT, "prompt": "q" * 200}
     home = (await cluster.http.post("/v1/completions", json=PROMPT)).headers["x-warmfront-replica"]
-    cluster.workers[home].faults.statuses.append(grpc.StatusCode.RESOURCE_EXHAUSTED)
-    away = (await cluster.http.post("/v1/completions", json=PROMPT)).headers["x-warmfront-replica"]
-    assert away != home
+    (away,) = cluster.workers.keys() - {home}
     cluster.workers[away].state = common_pb2.DRAINING
     await cluster.workers[away].report()
     await until(lambda: set(cluster.router.fleet.ready) == {home})
-    again = await cluster.http.post("/v1/completions", json=PROMPT)
+    await cluster.http.post("/v1/completions", json=other)  # so that home alone holds both
+    cluster.workers[away].state = common_pb2.READY
+    await until(lambda: set(cluster.router.fleet.ready) == {home, away})
+    cluster.workers[home].faults.statuses.append(grpc.StatusCode.RESOURCE_EXHAUSTED)
+    assert (await cluster.http.post("/v1/completions", json=PROMPT)).headers["x-warmfront-replica"] == away
+    again = await cluster.http.post("/v1/completions", json=other)
     assert (again.status_code, again.headers["x-warmfront-replica"]) == (200, home)
+
+
+async def test_a_worker_that_gets_sigterm_ends_its_streams_and_its_process_and_leaves_nothing(
+    cluster: Cluster,
+) -> None:
+    command = [sys.executable, "-m", "warmfront", "worker", "--engine", "simulated", "--model", "bytes"]
+    command += ["--redis", cluster.redis_url, "--fleet", cluster.fleet, "--replica-id", "w0", "--decode-time", "30ms"]
+    command += ["--kv-blocks", "2000"]
+    process = await asyncio.create_subprocess_exec(*command, stderr=asyncio.subprocess.DEVNULL)
+    try:
+        router = await cluster.add_router(worker_token=TOKEN)
+        bodies = [{**PROMPT, "prompt": f"{number} " * 40, "max_tokens": 60, "ignore_eos": True} for number in range(3)]
+        running = [asyncio.create_task(cluster.http.post("/v1/completions", json=body)) for body in bodies]
+        await until(
+            lambda: router.fleet.loads.of("w0").in_flight == 3 and not router.fleet.loads.of("w0").waiting_requests
+        )
+        async with real_worker(cluster, "w1"):
+            await until(lambda: set(router.fleet.ready) == {"w0", "w1"})
+            process.terminate()
+            await until(lambda: set(router.fleet.ready) == {"w1"})
+            new = [await cluster.http.post("/v1/completions", json=PROMPT) for _ in range(4)]
+            assert {(one.status_code, one.headers["x-warmfront-replica"]) for one in new} == {(200, "w1")}
+            ended = await asyncio.gather(*running)
+            assert {(one.status_code, one.headers["x-warmfront-replica"]) for one in ended} == {(200, "w0")}
+            assert {one.json()["usage"]["completion_tokens"] for one in ended} == {60}
+            assert await process.wait() == 0
+            await until(lambda: "w0" not in router.fleet.members)
+            assert router.fleet.index.num_blocks("w0") == 0
+            assert "failovers_total 0.0" in router.metrics.text().decode()
+    finally:
+        if process.returncode is None:
+            process.kill()
+            await process.wait()
 
 
 async def test_load_is_counted_once_and_never_below_nothing_through_a_hundred_requests_of_which_many_fail(

@@ -101,12 +101,20 @@ async def test_a_bad_value_is_named_with_its_remedy(client: ReflectiveClient, cl
     assert not any(worker.requests for worker in cluster.workers.values())
 
 
-async def test_a_message_over_the_limit_fails_at_once_and_is_not_retried(client: ReflectiveClient) -> None:
+async def test_a_message_over_the_limit_fails_at_once_and_is_not_retried(
+    client: ReflectiveClient, cluster: Cluster
+) -> None:
     with pytest.raises(grpc.aio.AioRpcError) as caught:
         await client.call(GENERATE, {"text": "x" * (17 << 20)})
     assert caught.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+    with pytest.raises(grpc.aio.AioRpcError) as caught:  # beyond gRPC's default of 4 MiB, and what no replica can hold
+        await client.call(GENERATE, {"text": "x" * (5 << 20)})
+    assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+    assert "4096" in (caught.value.details() or "")
+    assert not any(worker.requests for worker in cluster.workers.values())
     answers, _ = await client.call(GENERATE, token_request())
     assert answers
+    assert "warmfront_router_retries_total{" not in cluster.router.metrics.text().decode()
 
 
 async def test_a_deadline_is_forwarded_and_leaves_no_load(client: ReflectiveClient, cluster: Cluster) -> None:
@@ -159,25 +167,47 @@ async def test_health_follows_readiness(client: ReflectiveClient, cluster: Clust
     await until_serves(False)
 
 
-@pytest.mark.parametrize("api", ["grpc", "http"])
-async def test_a_burst_is_spread_at_decision_time_over_every_api(cluster: Cluster, api: str) -> None:
-    """Load is charged before the network: eight prompts in one moment, two for each of four slow replicas."""
+async def test_a_burst_is_spread_at_decision_time_over_every_api(cluster: Cluster) -> None:
+    """Load is charged before the network: eight prompts in one moment, two for each of four slow replicas.
+
+    Also where all begin with the same long front: who computes it first must not draw all of them.
+    """
+    gate = asyncio.Event()
     for number in range(4):
-        await cluster.add_worker(f"w{number}", prefill_tokens_per_s=400)
+        worker = await cluster.add_worker(f"w{number}", prefill_tokens_per_s=400)
+        worker.faults.gate = gate
     await cluster.add_router()
     client = ReflectiveClient(cluster.endpoints[0].grpc)
     await client.services()
 
-    async def one(number: int) -> None:
-        text = f"{number} different from the first word on " * 5
-        if api == "grpc":
-            await client.call(GENERATE, {"text": text, "sampling": {"maxTokens": 2}})
-        else:
-            await cluster.http.post("/v1/completions", json={"prompt": text, "max_tokens": 2})
+    async def send(api: str, text: str) -> None:
+        chat = {"messages": [{"role": "user", "content": text}]}
+        if api.startswith("grpc"):
+            prompt = {"chat": chat} if "chat" in api else {"text": text}
+            await client.call(GENERATE, {**prompt, "sampling": {"maxTokens": 2}})
+            return
+        body = {**(chat if "chat" in api else {"prompt": text}), "max_tokens": 2, "stream": "stream" in api}
+        path = "/v1/chat/completions" if "chat" in api else "/v1/completions"
+        assert (await cluster.http.post(path, json=body)).status_code == 200
 
-    await asyncio.gather(*map(one, range(8)))
-    assert sorted(len(worker.requests) for worker in cluster.workers.values()) == [2, 2, 2, 2]
-    assert cluster.load == 0
+    async def burst(api: str, is_shared: bool) -> list[int]:
+        for worker in cluster.workers.values():
+            worker.requests.clear()
+        front = f"{api} the same front of all of them " * 6 if is_shared else ""
+        texts = [f"{front}{number} different from here on " * (1 if is_shared else 6) for number in range(8)]
+        calls = [asyncio.create_task(send(api, text)) for text in texts]
+        await until(lambda: sum(len(worker.requests) for worker in cluster.workers.values()) == 8)
+        for call in calls:
+            call.cancel()
+        await asyncio.gather(*calls, return_exceptions=True)
+        await until(lambda: cluster.load == 0)
+        return sorted(len(worker.requests) for worker in cluster.workers.values())
+
+    for api in ("grpc", "grpc chat", "completion", "chat", "completion stream", "chat stream"):
+        assert await burst(api, is_shared=False) == [2, 2, 2, 2], api
+        assert max(await burst(api, is_shared=True)) <= 3, api
+    gate.set()
+    await asyncio.gather(send("chat stream", "x" * 40), send("grpc", "y" * 40))
     await client.channel.close()
 
 
