@@ -16,7 +16,7 @@ import functools
 import hashlib
 import pickle
 from array import array
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from itertools import repeat
 from typing import Any, NamedTuple, TypeAlias
 
@@ -35,7 +35,6 @@ ROOT_KEY = 0
 
 # A pickle opens a second frame at 64 KiB; blocks that could reach it are left to the pickle module.
 _MAX_HAND_PICKLED_TOKENS = 8192
-_BLOCKS_AT_ONCE = 32
 _TOKENS_AT_ONCE = 8192  # what is prepared for them stays in a core's cache
 
 
@@ -146,22 +145,6 @@ class HashScheme:
     def keys(self, token_ids: TokenIds, extra: Sequence[ExtraKeys | None] | None = None) -> array[int]:
         """The packed 8-byte index keys (``array('Q')``) of the same chain."""
         return pack_keys(self.block_hashes(token_ids, extra))
-
-    def iter_hashes(
-        self,
-        token_ids: TokenIds,
-        extra: Sequence[ExtraKeys | None] | None = None,
-        parent: BlockHash | None = None,
-    ) -> Iterator[BlockHash]:
-        """The hashes one by one, after ``parent`` instead of the root; hashes at most 32 blocks more than are taken."""
-        tokens = as_token_array(token_ids)
-        num_full = self._num_full(tokens, extra)
-        for start in range(0, num_full, _BLOCKS_AT_ONCE):
-            end = min(start + _BLOCKS_AT_ONCE, num_full)
-            part = tokens[start * self.block_size : end * self.block_size]
-            hashes = self._hash(part, None if extra is None else extra[start:end], parent or self.root)
-            parent = hashes[-1]
-            yield from hashes
 
     def chain(self, token_ids: TokenIds, extra: Sequence[ExtraKeys | None] | None = None) -> BlockChain:
         """The growing chain of one request."""

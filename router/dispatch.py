@@ -353,6 +353,8 @@ class Dispatcher:
         passed_over: Mapping[str, Absence],
         num_retries: int = 0,
     ) -> Record:
+        absent = self._fleet.absent
+        held = self._fleet.index.match(keys) if absent or passed_over else {}
         return Record(
             request_id=request_id,
             decided_at_s=time.time(),
@@ -363,8 +365,9 @@ class Dispatcher:
             num_retries=num_retries,
             decision=decision,
             generation=self._fleet.ready[decision.chosen.replica].replica.generation if decision is not None else "",
-            absent=self._fleet.absent,
+            absent=absent,
             passed_over=passed_over,
+            held={name: depths for name, depths in held.items() if name in absent or name in passed_over},
             eligible=self._fleet.ready_caches,
         )
 

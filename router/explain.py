@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 from collections import deque
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import islice
 from typing import Any, NamedTuple
 
@@ -17,10 +17,12 @@ from google.protobuf import json_format
 from google.protobuf.message import Message
 from warmfront_pb.v1 import admin_pb2, common_pb2
 
+from cache.prefix_index import Depths
 from router.errors import NotFoundError
 from router.policy import Candidate, Cost, Decision, marginal_costs
 
 _MAX_RECORDS = 256
+_NOTHING = Depths(0, 0)
 _MAX_METADATA_BYTES = 4096  # gRPC's clients refuse trailing metadata from 8 KiB on
 
 
@@ -46,6 +48,7 @@ class Record:
     decision: Decision | None  # None: nobody was eligible
     absent: Mapping[str, Absence]  # not ready
     passed_over: Mapping[str, Absence]  # ready, but not for this request
+    held: Mapping[str, Depths] = field(default_factory=dict)  # leading blocks of the prompt that these two kinds hold
     eligible: Mapping[str, object]  # replica ids
     cached_tokens: int | None = None
     ttft_s: float | None = None
@@ -109,9 +112,20 @@ def explain(record: Record) -> admin_pb2.Explanation:
     seen = {one.replica for one in explanation.replicas}
     others = {name: Absence("READY", "not_sampled") for name in record.eligible if name not in seen}
     others |= {**record.absent, **record.passed_over}
+    most = (record.num_tokens - 1) // record.block_size  # the last token is computed in any case
     for name in sorted(others):
         state, reason, detail = others[name]
-        explanation.replicas.add(replica=name, state=state, reason=reason, detail=detail)
+        held = record.held.get(name, _NOTHING)
+        device, total = (min(count, most) for count in held)
+        explanation.replicas.add(
+            replica=name,
+            state=state,
+            reason=reason,
+            detail=detail,
+            device_blocks=device,
+            host_blocks=total - device,
+            matched_tokens=total * record.block_size,
+        )
     return explanation
 
 

@@ -17,9 +17,9 @@ from warmfront.values import Integer
 
 # Routers know whole blocks. A replica may also reuse tokens inside the block that follows them.
 REASONS = {
-    "warmest": "nobody holds more blocks of the prompt",
+    "warmest": "none that could be chosen holds more blocks of the prompt",
     "cheaper": "another replica holds more blocks of the prompt, but would answer later or delay others more",
-    "cold": "no replica holds a whole block of the prompt",
+    "cold": "none that could be chosen holds a whole block of the prompt",
     "below_block": "the prompt is no longer than a block, and a router knows only of whole ones",
     "no_reuse": "nothing is cached of such requests",
     "no_replica": "no replica takes requests",

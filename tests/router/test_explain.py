@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import json
 import random
+from collections import Counter
 from typing import Any
 
 import grpc
@@ -198,9 +199,60 @@ async def test_a_failed_a_full_and_a_draining_replica_are_named_as_such(cluster:
         found = {one["replica"]: one["reason"] for one in told["replicas"]}
         assert told["retries"] == 1
         assert found == {told["chosen"]: "chosen", home: reason, "w2": "draining"}
+        passed_over = next(one for one in told["replicas"] if one["replica"] == home)
+        assert passed_over["device_blocks"] == len(prompt["prompt"]) // 16 > 0, "it held them, and could not be asked"
     troubled = next(name for name, found_reason in found.items() if found_reason == "excluded")
     found = {one["replica"]: one["reason"] for one in (await ask(cluster, PROMPT))["replicas"]}
     assert found[troubled] == "failing"
+
+
+async def test_a_warm_replica_that_takes_nothing_is_told_with_what_it_holds_in_each_tier(cluster: Cluster) -> None:
+    """20 usable blocks on the device: a prompt of 300 tokens sends most of one of 100 to host memory."""
+    worker = await cluster.add_worker("w0", num_blocks=21, num_host_blocks=100)
+    await cluster.add_router()
+    for letter, length in (("p", 100), ("q", 300)):
+        body = {"prompt": letter * length, "max_tokens": 2}
+        assert (await cluster.http.post("/v1/completions", json=body)).status_code == 200
+    await until(cluster.index_is_true)
+    await cluster.add_worker("w1")
+    await until(lambda: "w1" in cluster.router.fleet.ready)
+    (ready,) = [one for one in (await ask(cluster, PROMPT))["replicas"] if one["replica"] == "w0"]
+    assert ready["host_blocks"] > 0 and ready["device_blocks"] + ready["host_blocks"] == 6
+    worker.state = common_pb2.DRAINING
+    await until(lambda: "w0" not in cluster.router.fleet.ready)
+    told = await ask(cluster, PROMPT)
+    draining = next(one for one in told["replicas"] if one["replica"] == "w0")
+    names = ("device_blocks", "host_blocks", "matched_tokens")
+    assert [draining[name] for name in names] == [ready[name] for name in names]
+    assert (told["chosen"], told["reason"], draining["reason"]) == ("w1", "cold", "draining")
+
+
+async def test_a_large_fleet_is_explained_whole_when_asked_and_by_those_looked_at_on_an_answer(
+    cluster: Cluster,
+) -> None:
+    names = {f"w{number:02}" for number in range(40)}
+    for name in sorted(names):
+        await cluster.add_worker(name, lease_s=20.0, heartbeat_s=1.0)
+    await cluster.add_router()
+    home = (await cluster.http.post("/v1/completions", json=PROMPT)).headers["x-warmfront-replica"]
+    await until(cluster.index_is_true)
+    preview = await ask(cluster, PROMPT)
+    assert (preview["chosen"], {one["replica"] for one in preview["replicas"]}) == (home, names)
+    assert {one["reason"] for one in preview["replicas"]} == {"chosen", "more_expensive"}
+    answer = await cluster.http.post("/v1/completions", json=PROMPT, headers={"x-warmfront-explain": "1"})
+    told = answer.json()["warmfront"]
+    assert (told["chosen"], {one["replica"] for one in told["replicas"]}) == (home, names)
+    reasons = Counter(one["reason"] for one in told["replicas"])
+    assert reasons["chosen"] == 1 and 0 < reasons["more_expensive"] <= 20
+    assert sum(reasons.values()) - reasons["not_sampled"] == 1 + reasons["more_expensive"]
+    client = ReflectiveClient(cluster.endpoints[0].grpc)
+    metadata = (("x-warmfront-explain", "1"),)
+    request = {"text": PROMPT["prompt"], "sampling": {"maxTokens": 2}}
+    _, trailing = await client.call("warmfront.v1.Inference/Generate", request, metadata=metadata)
+    line = json.loads(trailing["x-warmfront-explain"])
+    assert (line["chosen"], line["replicas"][0]["replica"]) == (home, home)
+    assert len(line["replicas"]) + line["left_out"] == 40
+    await client.channel.close()
 
 
 async def test_a_fleet_that_takes_nothing_is_explained_too(two: Cluster) -> None:
