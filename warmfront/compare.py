@@ -23,12 +23,11 @@ from typing import Any
 import click
 import yaml
 from rich.console import Group, RenderableType
-from rich.table import Table
 from rich.text import Text
 
 from warmfront.chat import served_model, summary
 from warmfront.client import Address, Answer, Client, address_options
-from warmfront.console import Progress, stdout
+from warmfront.console import Grid, Progress, stdout
 from warmfront.errors import Failure, WrongUse
 from warmfront.files import fault_of, read_text
 from warmfront.processes import child_environment, last_line
@@ -36,6 +35,7 @@ from warmfront.run_dir import all_run_dirs, write_private
 from warmfront.store import die_with_parent
 from warmfront.values import FILE, THERE, Integer
 
+_SHOWN_CHARS = 24  # of a prompt, in its row
 COLUMNS = ("cold", "warm", "no cache")
 
 
@@ -116,20 +116,20 @@ def read_prompts(file: Path | None) -> list[dict[str, Any]]:
 
 def render(rows: Sequence[Row]) -> RenderableType:
     """The table, and one line that says what it shows."""
-    table = Table(box=None, pad_edge=False, title="cold / warm / no cache", title_justify="left")
-    table.add_column("prompt", no_wrap=True, max_width=24, overflow="ellipsis")
-    for name in ("tokens", "TTFT ms", "tokens computed"):
-        table.add_column(name, justify="right", no_wrap=True)
-    table.add_column("texts", no_wrap=True)
+    columns = ("prompt", "tokens", "TTFT ms", "tokens computed", "texts")
+    table = Grid(columns, "prompt", left=("prompt", "texts"), title=" / ".join(COLUMNS))
     for row in rows:
         answers = [row.answers[column] for column in COLUMNS]
-        table.add_row(
-            Text(row.prompt),
+        prompt = Text(row.prompt)
+        prompt.truncate(_SHOWN_CHARS, overflow="ellipsis")
+        cells = (
+            prompt,
             f"{answers[0].prompt_tokens:,}",
             " / ".join(f"{answer.ttft_s * 1000:,.0f}" for answer in answers),
             " / ".join(f"{answer.computed_tokens:,}" for answer in answers),
             Text("equal") if row.texts_equal else Text("differ", style="yellow"),
         )
+        table.rows.append(cells)
     return Group(table, Text(""), Text(verdict(rows)))
 
 

@@ -5,10 +5,11 @@ from __future__ import annotations
 import contextlib
 import textwrap
 import time
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from types import TracebackType
 
+from rich.cells import cell_len
 from rich.console import Console, ConsoleOptions, RenderResult
 from rich.live import Live
 from rich.measure import Measurement
@@ -33,12 +34,24 @@ def say(text: str) -> None:
         stderr.print(Text(f"warmfront: {text}"))
 
 
+def in_columns(head: Sequence[str], rows: Iterable[Sequence[str]], left: Collection[str]) -> str:
+    """Lines of plain columns: those named in ``left`` begin together, the others, of figures, end together."""
+    lines = [head, *rows]
+    widths = [max(map(cell_len, column)) for column in zip(*lines, strict=True)]
+
+    def padded(cell: str, name: str, width: int) -> str:
+        blanks = " " * (width - cell_len(cell))
+        return cell + blanks if name in left else blanks + cell
+
+    return "\n".join("  ".join(map(padded, line, head, widths)).rstrip() for line in lines)
+
+
 @dataclass
 class Grid:
     """A table whose cells are never cut.
 
-    Where a terminal is too narrow for it, each row becomes its name on one line and the other cells below; what is
-    no terminal gets lines as long as they need to be.
+    Where a terminal is too narrow for it, each row becomes its name on one line and the other cells below. What is no
+    terminal gets plain columns, as wide as their widest cells and with nothing behind the last one.
     """
 
     columns: Sequence[str]
@@ -50,13 +63,17 @@ class Grid:
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         if self.title:
             yield Text(self.title, style="italic")
+        if not console.is_terminal:
+            rows = [[cell if isinstance(cell, str) else cell.plain for cell in row] for row in self.rows]
+            yield Text(in_columns(self.columns, rows, self.left))
+            return
         table = Table(box=None, pad_edge=False)
         for column in self.columns:
             table.add_column(column, justify="left" if column in self.left else "right", no_wrap=True)
         for row in self.rows:
             table.add_row(*row)
         width = Measurement.get(console, options.update(width=_AMPLE_WIDTH), table).maximum
-        if width <= options.max_width or not console.is_terminal:
+        if width <= options.max_width:
             yield from console.render(table, options.update(width=width))
             return
         for row in self.rows:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import json
 import os
-import re
 import secrets
 import shutil
 import signal
@@ -29,6 +28,7 @@ from warmfront.options import SectionedCommand, fill, warn_of_typed_password, wi
 from warmfront.preflight import check_settings, gpus_of, on_as_many_gpus
 from warmfront.processes import tail
 from warmfront.run_dir import RUN_DIR_ENV, Process, RunDir, write_private
+from warmfront.starting import step_of, summary
 from warmfront.store import EmbeddedValkey, free_port
 from warmfront.values import format_duration, mask_url
 
@@ -261,10 +261,8 @@ class _Cluster:
             if await self._look():
                 mine = {replica["id"]: replica["state"] for replica in self._replicas if replica["id"] in names}
                 states = {name: mine.get(name, "STARTING") for name in self._names()}
-                progress.update(
-                    ", ".join(f"{name} {state}" for name, state in states.items()),
-                    ", ".join(f"{name} {self._doing(name, state)}" for name, state in states.items()),
-                )
+                doing = {name: step_of(state, tail(self._log_dir / f"{name}.log")) for name, state in states.items()}
+                progress.update(summary(states), summary(doing))
                 pids = self._state()[1]  # the controller tells them once it has looked
                 is_known = len(pids["router"]) >= self._settings.routers and len(pids["worker"]) >= len(names)
                 ready = is_known and all(mine.get(name) == "READY" for name in names)
@@ -284,13 +282,6 @@ class _Cluster:
                 error = WrongUse if part["exit_code"] == 2 else Failure
                 code = f" with code {part['exit_code']}" if part["exit_code"] > 0 else ""
                 raise error(f"{part['name']} ended{code} while starting: {part['fault']}")
-
-    def _doing(self, name: str, state: str) -> str:
-        """What a worker that starts says in its log: loading weights 50 %."""
-        if state == "STARTING":
-            steps = re.findall(r" doing='(.+?)' percent=(\d+)", tail(self._log_dir / f"{name}.log"))
-            return f"{steps[-1][0]} {steps[-1][1]} %" if steps else "starting"
-        return state
 
     async def _watch(self) -> None:
         """Says what changes, and keeps the ready file true, until a signal comes."""

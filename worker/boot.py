@@ -63,7 +63,7 @@ def load_replica(config: WorkerConfig, progress: Progress) -> Loaded:
     loaded = load_model(
         path, dtype=config.dtype, device=device, progress=lambda done, total: progress("loading weights", done / total)
     )
-    progress("preparing", 0.0)
+    progress("preparing the model", None)
     is_measured = device.type == "cuda" and config.kv_blocks is None
     runner = ModelRunner(
         loaded,
@@ -77,15 +77,16 @@ def load_replica(config: WorkerConfig, progress: Progress) -> Loaded:
         num_host_blocks=0 if is_measured else config.num_host_blocks,
     )
     if is_measured:
-        progress("measuring the largest step", 0.0)
+        progress("measuring the largest step", None)
         plan = plan_memory(config, model, step_bytes=runner.peak_bytes())
         max_model_len = _max_model_len(config, model, plan)
         runner.resize(plan.num_blocks, config.num_host_blocks)
-    runner.record_decode_graphs()
-    progress("self-test", 0.0)
+    if device.type == "cuda":
+        progress("compiling and recording decode steps", None)
+        runner.record_decode_graphs()
+    progress("testing itself", None)
     runner.self_test()
     host_tokens_per_s = runner.host_tokens_per_s()
-    progress("ready to run", 1.0)
     return Loaded(
         card=_card(config, path, loaded, files, max_model_len, plan.kv_bytes_per_token),
         runner=runner,

@@ -100,7 +100,6 @@ class Worker:
         self,
         config: WorkerConfig,
         load: Loader | None = None,
-        progress: Progress | None = None,
         *,
         hung_after_s: float = HUNG_AFTER_S,
         num_metrics_ports: int = 1,
@@ -110,7 +109,6 @@ class Worker:
         self._num_metrics_ports = num_metrics_ports
         self._hung_after_s = hung_after_s
         self._load = load
-        self._progress = progress
         self.replica = Replica(
             config=config,
             scheme=HashScheme(config.prefix_caching_hash_algo, config.block_size, config.hash_seed),
@@ -130,7 +128,7 @@ class Worker:
         self._metrics: WorkerMetrics | None = None
         self._metrics_server: MetricsServer | None = None
         self._event_lag_s = 0.0
-        self._last_progress = ("", 0)
+        self._last_progress: tuple[str, int | None] = ("", None)
 
     def drain(self, deadline_s: float | None = None) -> None:
         """Take no more requests and end when those that run have ended, or at the deadline. Twice is once."""
@@ -299,13 +297,13 @@ class Worker:
     def _load_model(self) -> Loaded:
         return (self._load or loader_of(self._config))(self._config, self._log_progress)
 
-    def _log_progress(self, what: str, share: float) -> None:
-        percent = int(share * 100)
-        if percent % 25 == 0 and (what, percent) != self._last_progress:
+    def _log_progress(self, what: str, share: float | None) -> None:
+        """A line for each step, and for each tenth of one that knows how far it is."""
+        percent = None if share is None else int(share * 10) * 10
+        if (what, percent) != self._last_progress:
             self._last_progress = (what, percent)
-            logger.info("replica=%s state=STARTING doing=%r percent=%d", self._config.replica_id, what, percent)
-        if self._progress is not None:
-            self._progress(what, share)
+            known = "" if percent is None else f" percent={percent}"
+            logger.info("replica=%s state=STARTING doing=%r%s", self._config.replica_id, what, known)
 
     def _start_engine(self, loaded: Loaded, reporter: Reporter) -> Adapters:
         config = self._config

@@ -54,8 +54,8 @@ class Loaded:
     event_lag_s: float = 0.0  # cache events are held back for so long: a simulated fault
 
 
-Progress: TypeAlias = Callable[[str, float], None]
-"""Takes what is being done and the share of it that is done, 0 to 1."""
+Progress: TypeAlias = Callable[[str, float | None], None]
+"""Takes what is being done and the share of it that is done, 0 to 1; None where nobody knows."""
 
 
 @dataclass(slots=True, kw_only=True)

@@ -105,7 +105,6 @@ def load_simulated(config: WorkerConfig, progress: Progress) -> Loaded:
         host_tokens_per_s=host_tokens_per_s,
         faults=faults,
     )
-    progress("ready to run", 1.0)
     return Loaded(
         card=card,
         runner=runner,

@@ -278,6 +278,8 @@ def test_an_id_is_never_cut(is_terminal: bool, width: int) -> None:
     assert ("…" in shown, "warmest" in shown, "12 / 900 / 4,096" in shown) == (False, True, True)
     if is_terminal:
         assert max(map(len, shown.splitlines())) <= width
+    else:
+        assert [line for line in shown.splitlines() if line != line.rstrip()] == []
 
 
 def test_reset_says_who_did_and_fails_when_somebody_did_not(cli: Cli, router: FakeRouter) -> None:

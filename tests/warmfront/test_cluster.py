@@ -150,7 +150,10 @@ def test_a_cluster_starts_serves_mends_itself_and_leaves_nothing(cli: Cli, temp_
         shown = up.out.read_text()
         for words in (ready["http"], ready["grpc"], "w1  READY", "curl", "OpenAI(base_url", "Ctrl-C", "logs"):
             assert words in shown
-        assert "progress" not in up.err.read_text()
+        told = up.err.read_text().splitlines()
+        assert told[:2] == ["warmfront: starting Valkey", "warmfront: starting routers and workers"]
+        assert re.match(r"warmfront: [01] of 2 replicas ready: w\d [A-Z]+", told[2]), told
+        assert told[-1] == "warmfront: 2 of 2 replicas ready"
 
         cold, warm = ask(ready["http"]), ask(ready["http"])
         assert (cold.cached_tokens, warm.replica, warm.cached_tokens > 0) == (0, cold.replica, True)

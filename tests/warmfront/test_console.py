@@ -5,8 +5,9 @@ import sys
 
 import pytest
 from rich.console import Console
+from rich.text import Text
 
-from warmfront.console import Progress
+from warmfront.console import Grid, Progress
 
 
 def test_the_line_of_progress_leaves_the_standard_streams_to_whoever_changes_them(
@@ -38,3 +39,11 @@ def test_the_seconds_go_on_by_themselves_and_begin_anew_with_each_stage(monkeypa
         assert "starting Ray (13s)" in line(progress)
         progress.update("draining")
         assert "draining (0s)" in line(progress)
+
+
+def test_what_is_no_terminal_gets_plain_columns_no_wider_than_their_cells() -> None:
+    table = Grid(("name", "tokens", "why"), "name", left=("name", "why"), title="two rows")
+    table.rows += [("w0", "1,200", Text("warm", style="green")), ("long-name", "7", "")]
+    out = io.StringIO()
+    Console(file=out, width=10, soft_wrap=True).print(table)
+    assert out.getvalue() == "two rows\nname       tokens  why\nw0          1,200  warm\nlong-name       7\n"

@@ -119,6 +119,21 @@ async def test_a_model_that_does_not_load_ends_the_process_with_its_reason(
     assert await lease_of(config) is None
 
 
+async def test_the_log_tells_of_each_step_of_a_start_and_of_each_tenth_of_one_that_knows_its_share(
+    valkey_url: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    def load(config: WorkerConfig, progress: Progress) -> Loaded:
+        for num_done in range(26):
+            progress("loading weights", num_done / 100)
+        progress("testing itself", None)
+        raise ValueError("that is enough")
+
+    with caplog.at_level(logging.INFO, logger="worker"):
+        await Worker(config_for(valkey_url), load).run()
+    told = [record.getMessage().partition("doing=")[2] for record in caplog.records if "doing=" in record.getMessage()]
+    assert told == [*(f"'loading weights' percent={percent}" for percent in (0, 10, 20)), "'testing itself'"]
+
+
 async def test_a_dead_redis_is_wrong_use() -> None:
     worker = Worker(config_for("redis://127.0.0.1:1/0"), fake_loader())
     assert await worker.run() == EXIT_WRONG_USE

@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from warmfront.console import in_columns
 from warmfront.errors import WrongUse
 from warmfront.replay.simulation import Outcome
 
@@ -81,7 +82,7 @@ def policy_table(results: Sequence[dict[str, Any]]) -> str:
         ]
         for one in results
     ]
-    return _table(head, rows)
+    return in_columns(head, rows, left=("policy",))
 
 
 def capacity_table(results: Sequence[dict[str, Any]]) -> str:
@@ -103,7 +104,7 @@ def capacity_table(results: Sequence[dict[str, Any]]) -> str:
         ]
         for one in results
     ]
-    return _table(head, rows)
+    return in_columns(head, rows, left=("policy",))
 
 
 def plot(outcomes: Sequence[Outcome], bounds: Bounds, path: Path) -> None:
@@ -137,15 +138,6 @@ def hit_rate_over_time(outcome: Outcome) -> tuple[list[float], list[float]]:
     ends = np.array_split(outcome.first_token_at_s, num_windows)
     rates = [float(hit.sum() / total.sum()) for hit, total in zip(hits, tokens, strict=True)]
     return [float(end[-1]) for end in ends], rates
-
-
-def _table(head: list[str], rows: list[list[str]]) -> str:
-    """Columns as wide as their widest cell; the first is aligned to the left, figures to the right."""
-    widths = [max(map(len, column)) for column in zip(head, *rows, strict=True)]
-    return "\n".join(
-        "  ".join(cell.rjust(width) if index else cell.ljust(width) for index, (cell, width) in enumerate(columns))
-        for columns in (zip(row, widths, strict=True) for row in [head, *rows])
-    )
 
 
 def _milliseconds(outcome: Outcome, percent: int) -> float:
