@@ -226,7 +226,7 @@ def test_an_address_that_is_none_is_refused() -> None:
 def test_explain_shows_one_decision_and_who_was_refused_why(cli: Cli, router: FakeRouter) -> None:
     result = cli("explain", "--url", router.url, "a prompt")
     assert result.exit_code == 0, result.err
-    assert "1,000 tokens, 62 blocks of 16, to w0 by warmfront: nobody holds more blocks" in result.out
+    assert "1,000 tokens, 62 blocks of 16, to w0 by warmfront: none that could be chosen holds more" in result.out
     assert "w1: dtype is 'a', the fleet has 'b'" in result.out
     assert router.bodies[-1] == {"messages": [{"role": "user", "content": "a prompt"}]}
     assert cli("explain", "--url", router.url, "--completion", "a prompt").exit_code == 0
