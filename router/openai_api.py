@@ -322,7 +322,9 @@ def token_ids_json(packed: bytes) -> list[int]:
 
 
 def _request(body: _Common) -> inference_pb2.GenerateRequest:
-    _refuse(body, "structured_outputs", "guided_json", "guided_regex", "guided_choice", "guided_grammar")
+    for name in ("structured_outputs", "guided_json", "guided_regex", "guided_choice", "guided_grammar"):
+        if getattr(body, name) not in (None, UNSET):  # {} is a schema too
+            raise _unsupported(name)
     if body.response_format is not None and body.response_format.get("type") != "text":
         raise _unsupported("response_format")
     if body.stream_options is not None and not body.stream:
@@ -374,7 +376,10 @@ def _content(message: Message, where: str) -> str:
 
 def _prompts(raw: Raw) -> list[str | list[int]]:
     data = bytes(raw)
-    error_text = "prompt: give a string, a list of strings, a list of token ids or a list of lists of token ids"
+    error_text = (
+        "prompt: give a string, a list of strings, a list of token ids or a list of lists of token ids (0 to "
+        "2147483647)"
+    )
     prompts: list[str | list[int]] = []
     kinds: list[Any] = [str, list[TokenId], list[str], list[list[TokenId]]]
     for kind in kinds:
@@ -406,7 +411,8 @@ def _unsupported(name: str) -> UnsupportedError:
 def _invalid_body(text: str) -> InvalidRequestError:
     """msgspec says "what - at `$.path`"; the client reads "path: what"."""
     what, _, path = text.partition(" - at `")
-    param = path.rstrip("`").removeprefix("$.").removeprefix("$") or None
+    _, is_key, path = path.rstrip("`").rpartition("key` in `")
+    param = path.removeprefix("$.").removeprefix("$") or None
     if what.startswith("Object contains unknown field"):
         name = what.split("`")[1]
         param = f"{param}.{name}" if param else name
@@ -415,7 +421,8 @@ def _invalid_body(text: str) -> InvalidRequestError:
         name = what.split("`")[1]
         param = f"{param}.{name}" if param else name
         return InvalidRequestError(f"{param} is missing", param=param)
-    return InvalidRequestError(f"{param}: {what[0].lower()}{what[1:]}" if param else what, param=param)
+    where = f"{param}, a key" if is_key else param
+    return InvalidRequestError(f"{where}: {what[0].lower()}{what[1:]}" if param else what, param=param)
 
 
 def _logprob_json(one: inference_pb2.Logprobs | inference_pb2.TopLogprob) -> Mapping[str, Any]:
