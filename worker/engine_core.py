@@ -113,7 +113,7 @@ class EngineCore:
             for token_id in choice.output_token_ids:
                 text.push(token_id, may_stop=False)
             self._answers[choice] = _Answer(running, index, text)
-            self._scheduler.add(choice)
+            self._scheduler.add(choice, self.steps.prefill_tokens_per_s)
 
     def cancel(self, number: int, now: float) -> None:
         """End a request of which nobody wants to hear more. One that has ended already is left alone."""

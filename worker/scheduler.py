@@ -1,8 +1,13 @@
 """Which tokens the next step computes: continuous batching under a token budget.
 
-Each step takes one token of every request that decodes, then prefill chunks of those already admitted, then admits
-waiting requests while budget and blocks last. The order is first come, first served; priority shifts it. Decisions
-only: it knows no model, no clock and no thread. What a step drew comes back through ``draw`` and ``finish``.
+Each step takes one token of every request that decodes, then chunks of prompts, begun ones and waiting ones in one
+order, while budget and blocks last. Decisions only: it knows no model, no clock and no thread. What a step drew comes
+back through ``draw`` and ``finish``.
+
+The order is that of when each prompt would be done if it had been computed alone since it came: its arrival and the
+time that its missing tokens take. So what is found in the cache does not wait behind a long cold prompt, and a prompt
+is overtaken by none that comes later than it takes itself. Where the speed is not known yet it is first come, first
+served. Priority shifts it.
 
 When blocks run out the youngest running choice is preempted: its blocks go, its tokens stay, and it is computed again
 later. The oldest is never a victim, so something always ends and nothing starves.
@@ -137,11 +142,18 @@ class Scheduler:
 
     # Changing
 
-    def add(self, choice: Choice) -> None:
-        """Queue a new choice. The caller has checked that its tokens fit the pool, and ``check_room``."""
+    def add(self, choice: Choice, prefill_tokens_per_s: float = 0.0) -> None:
+        """Queue a new choice. The caller has checked that its tokens fit the pool, and ``check_room``.
+
+        ``prefill_tokens_per_s``: how fast prompts are computed here; 0 where nobody knows yet.
+        """
         self._num_arrived += 1
+        done_s = choice.arrival_s
+        if prefill_tokens_per_s:
+            num_cached = self._cache.match(choice.chain) if choice.num_prompt_logprobs is None else 0
+            done_s += (len(choice.chain) - num_cached) / prefill_tokens_per_s
         priority = max(-MAX_PRIORITY, min(choice.priority, MAX_PRIORITY))
-        choice.order = (choice.arrival_s + PRIORITY_S * priority, self._num_arrived)
+        choice.order = (done_s + PRIORITY_S * priority, self._num_arrived)
         insort(self._waiting, choice, key=_order)
         self._next_deadline_s = min(self._next_deadline_s, choice.deadline_s)
 
@@ -162,12 +174,13 @@ class Scheduler:
         step = Step()
         prefilling = self._decode_rows(step, now)
         budget = self._limits.max_num_batched_tokens - len(step.slices)
+        has_room = self.num_preemptions == preemptions_before
         for choice in prefilling:
-            if not budget:
-                break
-            if choice.state is ChoiceState.RUNNING:  # not preempted for a row a moment ago
+            if has_room:
+                budget, has_room = self._admit(budget, step, now, before=choice.order)
+            if budget and choice.state is ChoiceState.RUNNING:  # not preempted for a row a moment ago
                 budget -= self._add_chunk(choice, budget, step)
-        if self.num_preemptions == preemptions_before:
+        if has_room:
             self._admit(budget, step, now)
         return step
 
@@ -238,8 +251,12 @@ class Scheduler:
         step.num_prefill_tokens += size
         return size
 
-    def _admit(self, budget: int, step: Step, now: float) -> None:
+    def _admit(
+        self, budget: int, step: Step, now: float, before: tuple[float, int] = (math.inf, 0)
+    ) -> tuple[int, bool]:
         """Give blocks and first chunks to waiting choices in order, until budget, rows or blocks are used up.
+
+        Returns what is left of the budget, and whether all that come ``before`` fitted in.
 
         A choice whose next blocks are being computed for another one is passed over until they are in place. One that
         does not fit stops the rest: those behind it must not keep taking the blocks that it waits for.
@@ -247,6 +264,8 @@ class Scheduler:
         index = 0
         while budget and index < len(self._waiting) and len(self._running) < self._limits.max_num_seqs:
             choice = self._waiting[index]
+            if choice.order >= before:
+                break
             reuse = choice.num_prompt_logprobs is None  # else every prompt token must be computed
             if reuse and self._cache.pending(choice.chain):
                 index += 1
@@ -263,7 +282,7 @@ class Scheduler:
             if admission is None:
                 # What it is about to hit must not be evicted meanwhile for those that run.
                 self._cache.renew(choice.chain, now)
-                return
+                return budget, False
             del self._waiting[index]
             insort(self._running, choice, key=_order)
             choice.state = ChoiceState.RUNNING
@@ -277,6 +296,7 @@ class Scheduler:
                     read = choice.prompt_token_ids if choice.sampling.repetition_penalty != 1.0 else ()
                     choice.seen = SeenTokens(read, choice.output_token_ids)
             budget -= self._add_chunk(choice, budget, step)
+        return budget, True
 
     def _preempt(self, choice: Choice, now: float) -> None:
         """Take a running choice's blocks; it waits in its old place, to compute prompt and answer again."""

@@ -30,6 +30,7 @@ class Bench:
     caching: bool = True
     token_reuse_min: int | None = None
     num_host_blocks: int = 0
+    prefill_tokens_per_s: float = 0.0
     now: float = 0.0
     outputs: dict[str, list[int]] = field(default_factory=dict)
     wanted: dict[str, int] = field(default_factory=dict)
@@ -61,7 +62,7 @@ class Bench:
         self.wanted[name] = num_output
         self.choices[name] = choice
         self.scheduler.check_room(1)
-        self.scheduler.add(choice)
+        self.scheduler.add(choice, self.prefill_tokens_per_s)
         return choice
 
     def step(self) -> list[tuple[str, int, int]]:
@@ -127,6 +128,47 @@ def test_first_come_first_served_and_a_lower_priority_number_goes_before() -> No
     bench.add("second", [3, 4], 1)
     bench.add("urgent", [5, 6], 1, priority=-1)
     assert [bench.step()[0][0] for _ in range(3)] == ["urgent", "first", "second"]
+
+
+def test_a_prompt_found_in_the_cache_goes_before_the_rest_of_a_long_cold_one() -> None:
+    bench = Bench(budget=16, prefill_tokens_per_s=16)
+    bench.add("before", list(range(12)), 1)
+    bench.run()
+    bench.add("cold", list(range(100, 164)), 1)
+    assert bench.step() == [("cold", 0, 16)]
+    bench.add("warm", [*range(12), 90, 91], 1)
+    assert bench.step() == [("warm", 12, 2), ("cold", 16, 14)]
+
+
+def test_a_long_prompt_lets_others_pass_for_as_long_as_it_takes_itself_and_no_longer() -> None:
+    bench = Bench(budget=16, prefill_tokens_per_s=16)
+    bench.add("long", list(range(100, 148)), 1)
+    computed = []
+    for number in range(6):  # each of them is enough for a step
+        bench.add(f"short {number}", [200 + 16 * number + token for token in range(16)], 1)
+        computed += [name for name, _, _ in bench.step()]
+    assert computed == ["short 0", "short 1", "long", "long", "long", "short 2"]
+
+
+def test_where_the_speed_is_not_known_a_begun_prompt_goes_on_before_one_that_came_later() -> None:
+    bench = Bench(budget=16)
+    bench.add("long", list(range(100, 140)), 1)
+    bench.step()
+    bench.add("short", [1, 2], 1)
+    assert bench.step() == [("long", 16, 16)]
+    assert bench.step() == [("long", 32, 8), ("short", 0, 2)]
+
+
+def test_a_small_prompt_before_a_begun_one_takes_no_blocks_that_an_earlier_one_waits_for() -> None:
+    bench = Bench(num_blocks=12, budget=8, prefill_tokens_per_s=8)
+    bench.add("begun", list(range(100, 140)), 1)  # 10 of 12 blocks
+    bench.step()
+    bench.add("large", list(range(50, 62)), 1)  # 3 blocks
+    bench.now += 0.7
+    bench.add("small", [1, 2, 3, 4, 5, 6, 7], 1)  # 2 blocks, and due a moment later
+    assert bench.step() == [("begun", 8, 8)]
+    ended = list(bench.run())
+    assert ended.index("large") < ended.index("small")
 
 
 def test_priority_is_worth_a_bounded_wait_so_nobody_starves() -> None:
@@ -309,6 +351,7 @@ def test_end_tokens_are_forbidden_until_min_tokens_are_there() -> None:
     caching=st.booleans(),
     token_reuse_min=st.sampled_from([None, 1, 2]),
     num_host_blocks=st.sampled_from([0, 3, 20]),
+    prefill_tokens_per_s=st.sampled_from([0.0, 1.0, 10.0]),
 )
 def test_whatever_comes_everything_ends_with_the_answer_of_a_run_alone(
     seed: int,
@@ -318,6 +361,7 @@ def test_whatever_comes_everything_ends_with_the_answer_of_a_run_alone(
     caching: bool,
     token_reuse_min: int | None,
     num_host_blocks: int,
+    prefill_tokens_per_s: float,
 ) -> None:
     rng = random.Random(seed)
     bench = Bench(
@@ -327,6 +371,7 @@ def test_whatever_comes_everything_ends_with_the_answer_of_a_run_alone(
         caching=caching,
         token_reuse_min=token_reuse_min,
         num_host_blocks=num_host_blocks,
+        prefill_tokens_per_s=prefill_tokens_per_s,
     )
     capacity = num_blocks * BLOCK
     trunks = [[rng.randrange(50) for _ in range(rng.randint(1, 20))] for _ in range(3)]

@@ -84,7 +84,7 @@ class Replica:
             arrival_s=now,
         )
         self._flights[choice.id] = flight, choice
-        self._scheduler.add(choice)
+        self._scheduler.add(choice, self._settings.prefill_tokens_per_s)
         if self.ends_at_s is None:
             self.begin(now)
         elif self._num_steps:  # of several steps under way the others come after the one that is being taken
