@@ -174,7 +174,7 @@ class Dispatcher:
 
     def count(self, status: str) -> None:
         """Count one request of a client, which may have had several prompts. ``status`` is a gRPC status name."""
-        self._metrics.requests.labels(status).inc()
+        self._metrics.count_request(status)
 
     def ended(self, request_id: str, status: str, work: Work | None, route: Route) -> None:
         """Write a request's line, whatever became of it. ``status`` is a gRPC status name."""

@@ -12,7 +12,9 @@ Somebody else's events in a stream are found out by their numbers too: the repli
 """
 
 import asyncio
+import contextlib
 import logging
+import math
 import random
 import time
 from collections.abc import Callable, Iterable, Iterator
@@ -35,7 +37,8 @@ _FIELD, _MADE_MS = b"b", b"t"
 _READ_COUNT = 256  # batches of one stream per read
 _READ_BLOCK_MS = 100  # also how late a feed's stream is first read
 _READ_BLOCK_SOON_MS = 5  # while a feed waits for that
-_LOAD_PERIOD_S = 0.02  # how late it is noticed that a snapshot is needed
+_LOAD_PERIOD_S = 0.5  # between looks for snapshots that are needed, where nobody tells of any
+_LEAST_LOAD_PAUSE_S = 0.002
 _READ_PERIOD_S = 0.002  # batches that come closer together share a read, which costs more than they do
 _MAX_LOADS_AT_ONCE = 8
 _FIRST_RETRY_S, _LAST_RETRY_S = 0.1, 2.0
@@ -106,10 +109,12 @@ class IndexMirror:
         self._rng = rng or random.Random()
         self._feeds: dict[str, _Feed] = {}
         self._is_stopped = False
+        self._has_changed = asyncio.Event()  # a feed has come or gone, or needs a snapshot
 
     def stop(self) -> None:
         """Let ``run`` end, should it survive its cancellation."""
         self._is_stopped = True
+        self._has_changed.set()
 
     def follow(self, replica: str, generation: str) -> None:
         """Mirror this generation from now on, and no other one of that replica."""
@@ -118,11 +123,13 @@ class IndexMirror:
             return
         self.forget(replica)
         self._feeds[replica] = _Feed(replica, generation)
+        self._has_changed.set()
 
     def forget(self, replica: str) -> None:
         """The replica has gone, and its blocks with it."""
         self._feeds.pop(replica, None)
         self.index.drop(replica)
+        self._has_changed.set()
         self._metrics.drop_index(replica)
 
     def applied_seq(self, replica: str) -> int:
@@ -224,7 +231,19 @@ class IndexMirror:
             except (RedisError, OSError):  # the reading tells of it
                 await asyncio.sleep(pause_s * self._rng.uniform(0.5, 1.5))
                 pause_s = min(2 * pause_s, 1.0)
-            await asyncio.sleep(0 if self.index.sweep() else _LOAD_PERIOD_S)
+            if self.index.sweep():
+                await asyncio.sleep(0)
+            else:
+                await self._until_due()
+
+    async def _until_due(self) -> None:
+        """Until a snapshot is to be looked for, or somebody has come or gone."""
+        self._has_changed.clear()
+        next_s = min((feed.load_at_s for feed in self._feeds.values() if feed.is_due), default=math.inf)
+        delay_s = min(max(_LEAST_LOAD_PAUSE_S, next_s - time.monotonic()), _LOAD_PERIOD_S)
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(delay_s):
+                await self._has_changed.wait()
 
     def _is_loaded(self) -> bool:
         feeds = self._feeds.values()
@@ -421,3 +440,4 @@ class IndexMirror:
         """Jittered, so that many routers do not ask in one moment, and later each time."""
         delay_s = min(_LAST_RETRY_S, _FIRST_RETRY_S * 2 ** min(feed.num_tries, 8))
         feed.load_at_s = time.monotonic() + delay_s * self._rng.uniform(0.5, 1.5)
+        self._has_changed.set()

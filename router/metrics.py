@@ -27,6 +27,7 @@ class RouterMetrics:
             return Histogram(f"{_PREFIX}_{name}", text, buckets=buckets, registry=registry)
 
         self.requests = counter("requests", "Requests by their status.", ("code",))
+        self._by_status: dict[str, Counter] = {}
         self.decision_seconds = histogram(
             "decision_seconds", "Look-up and placement of one request, tokens and keys given.", _DECISION_BUCKETS_S
         )
@@ -90,6 +91,13 @@ class RouterMetrics:
             "When a certificate of this router ends, in seconds since 1970.",
             ("certificate",),
         )
+
+    def count_request(self, status: str) -> None:
+        """One request has ended. The series of a status is looked up once: the client library takes its time."""
+        series = self._by_status.get(status)
+        if series is None:
+            series = self._by_status[status] = self.requests.labels(status)
+        series.inc()
 
     def set_index_mode(self, mode: str) -> None:
         """One of ``INDEX_MODES``."""

@@ -18,7 +18,7 @@ from redis.exceptions import RedisError
 from warmfront_pb.v1 import common_pb2
 
 from common.protocol import PROTOCOL_VERSION
-from common.redis_client import connect_redis
+from common.redis_client import Line, connect_redis
 from common.redis_keys import FleetKeys, is_wrong_type
 
 log = logging.getLogger(__name__)
@@ -191,7 +191,7 @@ class Registry:
         self.membership = membership
         self.online = False
         self._is_told_of_type = False
-        self._client = client
+        self._line = Line(client)
         self._keys = keys
 
     async def poll(self, now: float, is_writable: bool = True) -> Changes | None:
@@ -224,10 +224,9 @@ class Registry:
         return self.membership.observe(leases, now, is_emptied=contract is None)
 
     async def _read(self) -> tuple[common_pb2.Contract | None, list[common_pb2.ReplicaLease]]:
-        found: Any = await self._client.zrange(self._keys.replicas, 0, -1)
+        found = await self._line.ask("ZRANGE", self._keys.replicas, 0, -1)
         names = [name.decode(errors="replace") for name in found]
-        values: Any = await self._client.mget(self._keys.contract, *map(self._keys.replica, names))
-        contract, *leases = values
+        contract, *leases = await self._line.ask("MGET", self._keys.contract, *map(self._keys.replica, names))
         return self._stored.contract(self._keys.contract, contract), self._stored.leases(names, leases)
 
 

@@ -7,6 +7,7 @@ import random
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from warmfront_pb.v1 import inference_pb2, worker_pb2
@@ -79,7 +80,7 @@ async def prompt_ids(request: inference_pb2.GenerateRequest, model: ModelProfile
             TOO_LONG,
         )
     if kind == "token_ids":
-        highest = int(np.frombuffer(packed, dtype="<u4").max())
+        highest = int(np.maximum.reduce(np.frombuffer(packed, dtype="<u4")))
         if highest >= model.vocab_size:
             raise _invalid(name, f"has id {highest}: the vocabulary ends at {model.vocab_size - 1}")
     return packed
@@ -118,29 +119,38 @@ def _check_chat(chat: inference_pb2.Chat) -> None:
 
 
 def _check_sampling(sampling: inference_pb2.SamplingParams, model: ModelProfile) -> None:
-    for field, value in sampling.ListFields():
-        range_ = RANGES.get(field.name)
-        if range_ is not None and not range_.allows(value):
-            raise _invalid(field.name, f"is {value:g}: use {range_}")
-    if sampling.HasField("max_tokens") and not sampling.max_tokens:
-        raise _invalid("max_tokens", "is 0: use at least 1")
-    if sampling.HasField("n") and not 1 <= sampling.n <= MAX_CHOICES:
-        raise _invalid("n", f"is {sampling.n}: use 1 to {MAX_CHOICES}")
-    for name in ("logprobs", "prompt_logprobs"):
-        if getattr(sampling, name) > MAX_LOGPROBS:
-            raise _invalid(name, f"is {getattr(sampling, name)}: use 0 to {MAX_LOGPROBS}")
-    if len(sampling.stop) > MAX_STOPS:
-        raise _invalid("stop", f"has {len(sampling.stop)} strings: use at most {MAX_STOPS}")
-    for stop in sampling.stop:
-        if not 0 < len(stop) <= MAX_STOP_CHARS:
-            raise _invalid("stop", f"has a string of {len(stop)} characters: use 1 to {MAX_STOP_CHARS}")
-    for name, ids in (("stop_token_ids", sampling.stop_token_ids), ("logit_bias", sampling.logit_bias)):
-        for token_id in ids:
-            if token_id >= model.vocab_size:
-                raise _invalid(name, f"has id {token_id}: the vocabulary ends at {model.vocab_size - 1}")
-    for token_id, bias in sampling.logit_bias.items():
-        if not -100 <= bias <= 100:
-            raise _invalid("logit_bias", f"has {bias:g} for token {token_id}: use -100 to 100")
+    for field, value in sampling.ListFields():  # those that are given: most requests have three
+        fault = _fault_of(field.name, value, model.vocab_size)
+        if fault:
+            raise _invalid(field.name, fault)
+
+
+def _fault_of(name: str, value: Any, vocab_size: int) -> str:
+    """What is wrong with a given parameter; empty where nothing is."""
+    range_ = RANGES.get(name)
+    if range_ is not None:
+        return "" if range_.allows(value) else f"is {value:g}: use {range_}"
+    match name:
+        case "max_tokens" if not value:
+            return "is 0: use at least 1"
+        case "n" if not 1 <= value <= MAX_CHOICES:
+            return f"is {value}: use 1 to {MAX_CHOICES}"
+        case "logprobs" | "prompt_logprobs" if value > MAX_LOGPROBS:
+            return f"is {value}: use 0 to {MAX_LOGPROBS}"
+        case "stop":
+            if len(value) > MAX_STOPS:
+                return f"has {len(value)} strings: use at most {MAX_STOPS}"
+            for stop in value:
+                if not 0 < len(stop) <= MAX_STOP_CHARS:
+                    return f"has a string of {len(stop)} characters: use 1 to {MAX_STOP_CHARS}"
+        case "stop_token_ids" | "logit_bias":
+            for token_id in value:
+                if token_id >= vocab_size:
+                    return f"has id {token_id}: the vocabulary ends at {vocab_size - 1}"
+            for token_id, bias in value.items() if name == "logit_bias" else ():
+                if not -100 <= bias <= 100:
+                    return f"has {bias:g} for token {token_id}: use -100 to 100"
+    return ""
 
 
 def model_not_found(name: str, served: str, adapters: Sequence[str] = ()) -> NotFoundError:

@@ -181,10 +181,11 @@ class GrpcFront:
         request_id = request_id_of(metadata.get("x-request-id"))
         route = Route(trace=trace_of(context.invocation_metadata() or ()))
         work, status = None, "CANCELLED"
-        patience = _Patience(self._config.stall_timeout_s)
+        stall_timeout_s = self._config.stall_timeout_s
+        patience = _Patience()
         try:
             work = await self._dispatcher.prepare(
-                _parsed(await self._read(context)),
+                _parsed(await self._read(context, patience)),
                 request_id=request_id,
                 timeout_s=context.time_remaining(),
                 session=hint_of(metadata),
@@ -192,7 +193,7 @@ class GrpcFront:
             )
             async with aclosing(self._dispatcher.generate(work, route)) as messages:
                 async for message in messages:
-                    patience.begin()
+                    patience.begin(stall_timeout_s)
                     await context.write(message)
                     patience.end()
             trailing = route.headers(request_id, self._config.policy)
@@ -204,7 +205,7 @@ class GrpcFront:
             status = error.status
             await _abort(context, error, route.headers(request_id, self._config.policy))
         except asyncio.CancelledError:
-            if not patience.is_over:
+            if not patience.forgive():
                 raise
             status = "ABORTED"
             self._stalled(request_id)
@@ -218,14 +219,17 @@ class GrpcFront:
             self._dispatcher.count(status)
             self._dispatcher.ended(request_id, status, work, route)
 
-    async def _read(self, context: Context) -> bytes:
+    async def _read(self, context: Context, patience: "_Patience") -> bytes:
         """The call's message. Raises ``RouterError`` where it does not come, or not in time."""
         timeout_s = self._config.body_timeout_s
+        patience.begin(timeout_s)
         try:
-            async with asyncio.timeout(timeout_s):
-                data: Any = await context.read()
-        except TimeoutError:
+            data: Any = await context.read()
+        except asyncio.CancelledError:
+            if not patience.forgive():
+                raise
             raise BodyTooSlowError(f"the message was not whole within {timeout_s:g} s: send it faster") from None
+        patience.end()
         if data is grpc.aio.EOF:
             raise InvalidRequestError("the call has no message: send one warmfront.v1.GenerateRequest")
         message: bytes = data
@@ -312,36 +316,43 @@ async def _or_abort(context: Context, answer: Awaitable[_T]) -> _T:
 
 
 class _Patience:
-    """Cancels the task that made it when one write takes longer than a limit. Costs next to nothing per write."""
+    """Cancels the task that made it when one read or write takes longer than its limit. One timer for all of them."""
 
-    def __init__(self, limit_s: float) -> None:
-        self._limit_s = limit_s
+    def __init__(self) -> None:
         self._task = asyncio.current_task()
         self._loop = asyncio.get_running_loop()
-        self._since_s: float | None = None
+        self._until_s: float | None = None
         self._timer: asyncio.TimerHandle | None = None
-        self.is_over = False
+        self._is_over = False
 
-    def begin(self) -> None:
-        self._since_s = self._loop.time()
-        if self._timer is None:
-            self._timer = self._loop.call_at(self._since_s + self._limit_s, self._check)
+    def begin(self, limit_s: float) -> None:
+        self._until_s = until_s = self._loop.time() + limit_s
+        if self._timer is None or until_s < self._timer.when():
+            self.stop()
+            self._timer = self._loop.call_at(until_s, self._check)
 
     def end(self) -> None:
-        self._since_s = None
+        self._until_s = None
 
     def stop(self) -> None:
         if self._timer is not None:
             self._timer.cancel()
 
+    def forgive(self) -> bool:
+        """Whether it was this that has cancelled the task, which may go on then."""
+        if self._is_over and self._task is not None:
+            self._task.uncancel()
+        return self._is_over
+
     def _check(self) -> None:
-        now = self._loop.time()
-        since_s = now if self._since_s is None else self._since_s
-        if now - since_s >= self._limit_s and self._task is not None:
-            self.is_over = True
+        self._timer = None
+        if self._until_s is None:
+            return
+        if self._loop.time() < self._until_s:
+            self._timer = self._loop.call_at(self._until_s, self._check)
+        elif self._task is not None:
+            self._is_over = True
             self._task.cancel()
-        else:
-            self._timer = self._loop.call_at(since_s + self._limit_s, self._check)
 
 
 def _parsed(data: bytes) -> inference_pb2.GenerateRequest:

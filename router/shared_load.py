@@ -11,7 +11,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from typing import Any
 
 import redis.asyncio as redis_asyncio
 from google.protobuf.message import DecodeError
@@ -104,14 +103,15 @@ class SharedLoad:
 
     async def run_reader(self) -> None:
         """Hear what the others do until stopped."""
-        look_at_s = 0.0
+        look_at_s = enlist_at_s = 0.0
         pause_s = _FIRST_RETRY_S
         while not self._is_stopped:
             try:
-                if time.monotonic() >= look_at_s:
-                    await self._enlist()
-                    await self._look()
-                    look_at_s = time.monotonic() + self._heartbeat_s / _LOOKS_PER_HEARTBEAT
+                if (now := time.monotonic()) >= look_at_s:
+                    if not await self._look() or now >= enlist_at_s:
+                        await self._enlist()
+                        enlist_at_s = now + self._heartbeat_s
+                    look_at_s = now + self._heartbeat_s / _LOOKS_PER_HEARTBEAT
                 if await self._read(_READ_BLOCK_MS):
                     await asyncio.sleep(_READ_PERIOD_S)
                 pause_s = _FIRST_RETRY_S
@@ -163,17 +163,17 @@ class SharedLoad:
 
     async def _enlist(self) -> None:
         """Be on the list of routers, and keep the shared keys alive."""
-        await self._client.sadd(self._keys.routers, self._router)
+        await self._reading.ask("SADD", self._keys.routers, self._router)
         for key in (self._keys.routers, self._keys.dispatch):
-            await self._client.pexpire(key, 10 * self._lease_ms)
+            await self._reading.ask("PEXPIRE", key, 10 * self._lease_ms)
 
-    async def _look(self) -> None:
-        """Read everybody's totals."""
-        found: Any = await self._client.smembers(self._keys.routers)
+    async def _look(self) -> bool:
+        """Read everybody's totals; whether this router is on the list."""
+        found = await self._reading.ask("SMEMBERS", self._keys.routers)
         members = {member.decode(errors="replace"): member for member in found}  # others may write what is no UTF-8
-        members.pop(self._router, None)
+        is_listed = members.pop(self._router, None) is not None
         names = sorted(members)
-        values: Any = await self._client.mget(map(self._keys.load, names)) if names else ()
+        values = await self._reading.ask("MGET", *map(self._keys.load, names)) if names else ()
         gone = [members[name] for name, data in zip(names, values, strict=True) if data is None]
         if gone:
             await self._client.srem(self._keys.routers, *gone)
@@ -185,6 +185,7 @@ class SharedLoad:
             except DecodeError as error:
                 log.warning("bad load of a router router=%s error=%r", name, str(error))
         self.peers.observe(totals, time.monotonic())
+        return is_listed
 
     async def _read(self, block_ms: int) -> bool:
         """Read on in the stream; return when there was something new, or after ``block_ms``, and which."""
