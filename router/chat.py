@@ -29,6 +29,7 @@ class ChatTemplate:
         environment.globals["raise_exception"] = _raise_exception
         environment.globals["strftime_now"] = _strftime_now
         self._special_tokens = special_tokens
+        self._knows_developers = "developer" in source
         try:
             self._template = environment.from_string(source)
             self._template.globals = dict(
@@ -40,6 +41,10 @@ class ChatTemplate:
     def render(self, messages: Sequence[inference_pb2.ChatMessage], continue_final_message: bool = False) -> str:
         """The prompt text. Raises ``InvalidRequestError`` for messages the template refuses."""
         turns = [{"role": message.role, "content": message.content} for message in messages]
+        if not self._knows_developers:  # OpenAI's newer name for what most models were trained to call system
+            for turn in turns:
+                if turn["role"] == "developer":
+                    turn["role"] = "system"
         if continue_final_message:
             # The mark shows where the last message ends in the rendered text, whatever the template puts after it.
             turns[-1]["content"] += _CONTINUE_MARK

@@ -5,18 +5,20 @@ import logging
 import re
 import socket
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import nullcontext
 from functools import partial
+from importlib.metadata import version
 from typing import Any, TypeAlias
 
 import msgspec
 import uvicorn
-from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
-from starlette.requests import ClientDisconnect, Request
+from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route as Path
+from starlette.routing import Router as Paths
+from starlette.types import ASGIApp, Receive, Scope, Send
 from warmfront_pb.v1 import admin_pb2, inference_pb2
 
 from common.grpc_text import sendable
@@ -32,6 +34,7 @@ from router.errors import (
     ClientLeftError,
     InvalidRequestError,
     RouterError,
+    UnsupportedError,
 )
 from router.explain import as_json, explain
 from router.explain_cache import explain_past
@@ -71,8 +74,8 @@ class HttpFront:
         self._started_at = int(time.time())
         self._task: asyncio.Task[None] | None = None
         routes = [
-            Path("/v1/chat/completions", self._chat, methods=["POST"]),
-            Path("/v1/completions", self._completions, methods=["POST"]),
+            Path("/v1/chat/completions", _Direct(partial(self._complete, _read_chat, True)), methods=["POST"]),
+            Path("/v1/completions", _Direct(partial(self._complete, _read_completion, False)), methods=["POST"]),
             Path("/v1/models", self._models, methods=["GET"]),
             Path("/v1/models/{name:path}", self._model, methods=["GET"]),
             Path("/v1/replicas", self._replicas, methods=["GET"]),
@@ -84,14 +87,12 @@ class HttpFront:
             Path("/v1/lora/{name:path}", self._unload_lora, methods=["DELETE"]),
             Path("/healthz", self._healthz, methods=["GET"]),
             Path("/readyz", self._readyz, methods=["GET"]),
+            Path("/health", self._readyz, methods=["GET"]),
+            Path("/version", self._version, methods=["GET"]),
             Path("/metrics", self._metrics_text, methods=["GET"]),
         ]
-        app = Starlette(
-            routes=routes,
-            exception_handlers={RouterError: _on_router_error, HTTPException: _on_http_error, Exception: _on_fault},
-        )
         settings = uvicorn.Config(
-            app,
+            _App(routes),
             log_config=None,
             access_log=False,
             lifespan="off",
@@ -130,45 +131,48 @@ class HttpFront:
 
     # Inference
 
-    async def _chat(self, http: Request) -> Response | Answer:
-        return await self._complete(http, _read_chat, is_chat=True)
-
-    async def _completions(self, http: Request) -> Response | Answer:
-        return await self._complete(http, _read_completion, is_chat=False)
-
-    async def _complete(self, http: Request, read: Callable[[bytes], "_Asked"], *, is_chat: bool) -> Response | Answer:
-        pairs = http.headers.items()
+    async def _complete(
+        self, read: Callable[[bytes], "_Asked"], is_chat: bool, scope: Scope, receive: Receive, send: Send
+    ) -> None:
+        pairs = [(name.decode("latin-1"), value.decode("latin-1")) for name, value in scope["headers"]]
         headers, trace = dict(pairs), trace_of(pairs)
         request_id = request_id_of(headers.get("x-request-id"))
+        answer: Answer | Response
         try:
-            body, requests = read(await self._body(http))
+            data = await self._body(receive)
+            try:
+                body, requests = read(data)
+            except InvalidRequestError:
+                _refuse_encoding(headers)
+                raise
             timeout_s = _timeout_s(headers, bool(body.stream))
             dispatch = (self._config, self._fleet, self._dispatcher)
-            return Answer(*dispatch, headers, trace, request_id, body, requests, timeout_s, is_chat=is_chat)
+            answer = Answer(*dispatch, headers, trace, request_id, body, requests, timeout_s, is_chat=is_chat)
         except RouterError as error:
             self._dispatcher.count(error.status)
             self._dispatcher.ended(request_id, error.status, None, Route(trace=trace))
-            return error_response(error, {"x-request-id": request_id})
+            answer = error_response(error, {"x-request-id": request_id})
+        await answer(scope, receive, send)
 
-    async def _body(self, http: Request) -> bytes:
+    async def _body(self, receive: Receive) -> bytes:
         limit = self._config.max_body_bytes
         chunks: list[bytes] = []
-        size = 0
+        size, has_more = 0, True
         timeout_s = self._config.body_timeout_s
         try:
             async with asyncio.timeout(timeout_s):
-                async for chunk in http.stream():
-                    size += len(chunk)
+                while has_more and size <= _MAX_DRAINED_BODIES * limit:
+                    message = await receive()
+                    if message["type"] == "http.disconnect":
+                        raise ClientLeftError(f"the client left before its body was whole, {size} bytes had come")
+                    size += len(message["body"])
                     if size <= limit:
-                        chunks.append(chunk)
-                    elif size > _MAX_DRAINED_BODIES * limit:
-                        break
+                        chunks.append(message["body"])
+                    has_more = message["more_body"]
         except TimeoutError:
             raise BodyTooSlowError(
                 f"the body was not whole within {timeout_s:g} s, {size} bytes had come: send it faster"
             ) from None
-        except ClientDisconnect:
-            raise ClientLeftError(f"the client left before its body was whole, {size} bytes had come") from None
         if size > limit:
             raise BodyTooLargeError(f"the body is longer than {limit} bytes: shorten the prompt")
         return b"".join(chunks)
@@ -206,7 +210,7 @@ class HttpFront:
 
     async def _drain(self, http: Request) -> Response:
         try:
-            body = openai_api.decode(await self._body(http), _DrainBody)
+            body = openai_api.decode(await self._body(http.receive), _DrainBody)
         except (msgspec.DecodeError, UnicodeDecodeError) as error:
             raise InvalidRequestError(f'the body is not {{"replica": NAME, "deadline_ms": N}}: {error}') from None
         running = await self._admin.drain(body.replica, body.deadline_ms)
@@ -214,7 +218,7 @@ class HttpFront:
 
     async def _explain(self, http: Request) -> Response:
         """The newest decisions, that for one request, or the one that a body of a completion would have now."""
-        asked = openai_api.parse_explain(await self._body(http))
+        asked = openai_api.parse_explain(await self._body(http.receive))
         recent = self._dispatcher.recent
         if isinstance(asked, int):
             return json_response(as_json(admin_pb2.ExplainResponse(explanations=map(explain, recent.last(asked)))))
@@ -233,7 +237,7 @@ class HttpFront:
 
     async def _load_lora(self, http: Request) -> Response:
         try:
-            body = openai_api.decode(await self._body(http), _LoraBody)
+            body = openai_api.decode(await self._body(http.receive), _LoraBody)
         except (msgspec.DecodeError, UnicodeDecodeError) as error:
             raise InvalidRequestError(f'the body is not {{"name": NAME, "path": FOLDER}}: {error}') from None
         loaded = await self._lora.load(body.name, body.path, body.replica)
@@ -249,6 +253,9 @@ class HttpFront:
     async def _readyz(self, http: Request) -> Response:
         reason = self.why_not_ready()
         return Response(f"{reason or 'ok'}\n", 503 if reason else 200, media_type="text/plain")
+
+    async def _version(self, http: Request) -> Response:
+        return json_response({"version": version("warmfront")})
 
     async def _metrics_text(self, http: Request) -> Response:
         return Response(self._metrics.text(), media_type="text/plain; version=0.0.4; charset=utf-8")
@@ -283,6 +290,15 @@ def _timeout_s(headers: Mapping[str, str], is_stream: bool) -> float | None:
         return timeout_s
     match = None if is_stream else _TIMEOUT.fullmatch(headers.get("x-stainless-read-timeout", ""))
     return float(match[1]) or None if match is not None and not match[2] else None
+
+
+def _refuse_encoding(headers: Mapping[str, str]) -> None:
+    """Where a body made no sense: whether it was sent packed. Raises ``UnsupportedError``."""
+    encoding = headers.get("content-encoding", "identity")
+    if encoding != "identity":
+        raise UnsupportedError(
+            f"content-encoding {encoding[:64]!r} is not supported: send the body as it is", param="content-encoding"
+        )
 
 
 class _DrainBody(msgspec.Struct):
@@ -343,18 +359,49 @@ def bind(address: str, port: int, reuse_port: bool) -> socket.socket:
     return listener
 
 
-async def _on_router_error(http: Request, error: Exception) -> Response:
-    assert isinstance(error, RouterError)
-    return error_response(error, {"x-request-id": request_id_of(http.headers.get("x-request-id"))})
+class _Direct:
+    """An endpoint that Starlette calls as it is, without making a request object first."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    def __call__(self, scope: Scope, receive: Receive, send: Send) -> Awaitable[None]:
+        return self._app(scope, receive, send)
 
 
-async def _on_http_error(http: Request, error: Exception) -> Response:
-    assert isinstance(error, HTTPException)
-    text = sendable(f"{http.method} {http.url.path}: {error.detail}")
-    body = {"error": {"message": text, "type": "invalid_request_error", "param": None, "code": None}}
-    return json_response(body, dict(error.headers or {}), error.status_code)
+class _App:
+    """Starlette's routing, with one place where what goes wrong becomes an answer."""
+
+    def __init__(self, paths: Sequence[Path]) -> None:
+        self._paths = Paths(paths, redirect_slashes=False)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        scope["app"] = self  # so that Starlette raises errors of its own instead of putting them into words
+        try:
+            await self._paths(scope, receive, send)
+        except RouterError as error:
+            await error_response(error, _own_id(scope))(scope, receive, send)
+        except HTTPException as error:
+            await self._refuse(scope, error)(scope, receive, send)
+        except Exception:
+            log.exception("a request failed inside the router path=%s", scope["path"])
+            failure = RouterError("the router failed; its log has the reason")
+            await error_response(failure, _own_id(scope))(scope, receive, send)
+
+    def _refuse(self, scope: Scope, error: HTTPException) -> Response:
+        """No such path, or not with this method."""
+        method, path = scope["method"], scope["path"]
+        known = {one.path for one in self._paths.routes if isinstance(one, Path)}
+        text = f"{method} {path}: {error.detail}"
+        if path.rstrip("/") in known and error.status_code == 404:
+            text += f": leave the slash at the end out, as in {path.rstrip('/')}"
+        elif "/v1" + path in known:
+            text += f": OpenAI's API is under /v1, as in base_url=http://{{host}}:{{port}}/v1 and /v1{path}"
+        elif allowed := (error.headers or {}).get("Allow"):
+            text += f": use {allowed}"
+        body = {"error": {"message": sendable(text), "type": "invalid_request_error", "param": None, "code": None}}
+        return json_response(body, {**(error.headers or {}), **_own_id(scope)}, error.status_code)
 
 
-async def _on_fault(http: Request, error: Exception) -> Response:
-    log.error("a request failed inside the router path=%s", http.url.path, exc_info=error)
-    return error_response(RouterError("the router failed; its log has the reason"))
+def _own_id(scope: Scope) -> dict[str, str]:
+    return {"x-request-id": request_id_of(Request(scope).headers.get("x-request-id"))}

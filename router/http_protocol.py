@@ -1,16 +1,22 @@
-"""uvicorn's HTTP protocol with two limits it lacks: for heads that do not come, and for answers that nobody takes.
+"""uvicorn's HTTP protocol with the limits it lacks: for heads that do not come or do not end, and for answers that
+nobody takes.
 
 A client that reads slowly makes the transport's buffer full: then nothing more is taken from the replica either. If it
 stays full for the stall limit the connection is cut, and with it the request in the replica. Costs nothing per message.
+
+A request that offers to go on in another protocol is answered in this one: Java's HTTP client offers HTTP/2 with each.
 """
 
 import asyncio
 from collections.abc import Callable
 from typing import Any
 
+import httptools
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 _TOO_LATE = b"HTTP/1.1 408 Request Timeout\r\ncontent-length: 0\r\nconnection: close\r\n\r\n"
+_TOO_LARGE = b"HTTP/1.1 431 Request Header Fields Too Large\r\ncontent-length: 0\r\nconnection: close\r\n\r\n"
+_MAX_HEAD_BYTES = 64 << 10
 
 
 class GuardedProtocol(HttpToolsProtocol):
@@ -26,6 +32,8 @@ class GuardedProtocol(HttpToolsProtocol):
         self._head_timer: asyncio.TimerHandle | None = None
         self._stall_timer: asyncio.TimerHandle | None = None
         self._has_begun = False
+        self._is_in_head = False
+        self._head_bytes = 0
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """A client has connected: its first request's head must come in time."""
@@ -38,18 +46,61 @@ class GuardedProtocol(HttpToolsProtocol):
         self._stop(self._stall_timer)
         super().connection_lost(exc)
 
+    def data_received(self, data: bytes) -> None:
+        """Bytes of a client."""
+        self._unset_keepalive_if_required()
+        try:
+            self.parser.feed_data(data)
+        except httptools.HttpParserUpgrade as upgrade:
+            self._stay(data[upgrade.args[0] :])
+            return
+        except httptools.HttpParserError:
+            self.logger.warning("a client sent what is no HTTP")
+            self.send_400_response("what came is no HTTP/1.1 request")
+            return
+        if self._is_in_head:
+            self._head_bytes += len(data)
+            if self._head_bytes > _MAX_HEAD_BYTES:
+                self.transport.write(_TOO_LARGE)
+                self.transport.close()
+
+    def _stay(self, rest: bytes) -> None:
+        """The parser has stopped behind the head of a request that offers an upgrade: it reads it again, without."""
+        method, version = self.parser.get_method(), self.parser.get_http_version().encode()
+        if method == b"CONNECT":
+            self.send_400_response("CONNECT is not supported")
+            return
+        head = [method, b" ", self.url, b" HTTP/", version, b"\r\n"]
+        for name, value in self.headers:
+            if name == b"connection":
+                kept = [one for one in value.lower().split(b",") if one.strip() not in (b"upgrade", b"http2-settings")]
+                value = b",".join(kept)
+            if name != b"upgrade":
+                head += [name, b": ", value, b"\r\n"]
+        self.parser = httptools.HttpRequestParser(self)  # one that ends with this request takes no more
+        self.data_received(b"".join([*head, b"\r\n", rest]))
+
     def on_message_begin(self) -> None:
         """The first byte of a request."""
-        self._has_begun = True
+        self._has_begun = self._is_in_head = True
+        self._head_bytes = 0
         self._await_head()
         super().on_message_begin()
 
     def on_headers_complete(self) -> None:
         """Its head is here; the body has a limit of its own."""
         self._stop(self._head_timer)
+        self._is_in_head = False
+        if self.parser.should_upgrade():  # until it is read again
+            return
         super().on_headers_complete()
         if type(self).is_leaving() and self.cycle is not None:  # the next request of this client goes elsewhere
             self.cycle.keep_alive = False
+
+    def on_message_complete(self) -> None:
+        """Its body is here."""
+        if not self.parser.should_upgrade():
+            super().on_message_complete()
 
     def pause_writing(self) -> None:
         """The client takes less than is written."""

@@ -38,7 +38,7 @@ class ContentPart(Struct):
     """A part of a message's content; only text is understood."""
 
     type: str
-    text: str = ""
+    text: str | None = None
 
 
 class Message(Struct):
@@ -82,7 +82,7 @@ class _Common(Struct, forbid_unknown_fields=True, kw_only=True):
     priority: Priority = 0
     lora: str | None = None
     retention: list[RetentionSpec] | None = None
-    top_k: Count | None = None
+    top_k: Annotated[int, Meta(ge=-1, le=2**32 - 1)] | None = None  # -1: all, as in vLLM
     min_p: float | None = None
     repetition_penalty: float | None = None
     ignore_eos: bool = False
@@ -341,12 +341,14 @@ def _request(body: _Common) -> inference_pb2.GenerateRequest:
         request.retention.add(tokens=one.tokens, ttl_s=ttl_s, priority=one.priority)
     sampling = request.sampling
     for name in (
-        *("temperature", "top_p", "presence_penalty", "frequency_penalty", "n", "max_tokens", "top_k", "min_p"),
+        *("temperature", "top_p", "presence_penalty", "frequency_penalty", "n", "max_tokens", "min_p"),
         *("repetition_penalty", "min_tokens"),
     ):
         value = getattr(body, name)
         if value is not None:
             setattr(sampling, name, value)
+    if body.top_k is not None:
+        sampling.top_k = max(0, body.top_k)
     if body.seed is not None:
         sampling.seed = body.seed % 2**64
     for token_id, bias in (body.logit_bias or {}).items():
@@ -368,10 +370,15 @@ def _content(message: Message, where: str) -> str:
         raise InvalidRequestError(f"{where}.content is missing: give a string", param=where)
     if isinstance(message.content, str):
         return message.content
-    for part in message.content:
+    texts = []
+    for number, part in enumerate(message.content):
         if part.type not in ("text", "input_text"):
             raise UnsupportedError(f"{where}: content of type {part.type!r} is not supported: use text", param=where)
-    return "".join(part.text for part in message.content)
+        if part.text is None:
+            param = f"{where}.content[{number}].text"
+            raise InvalidRequestError(f"{param} is missing: give a string", param=param)
+        texts.append(part.text)
+    return "".join(texts)
 
 
 def _prompts(raw: Raw) -> list[str | list[int]]:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import gzip
 import http.client
 import itertools
 import json
 import socket
+from importlib.metadata import version
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -371,12 +373,95 @@ async def test_an_accepted_connection_sends_small_writes_at_once() -> None:
     assert options[0], "Nagle's algorithm holds the second of two small writes for 40 ms"
 
 
+UPGRADE = b"connection: Upgrade, HTTP2-Settings\r\nupgrade: h2c\r\nhttp2-settings: AAEAAEAAAAIAAAABAAMAAABk\r\n"
+
+
+def raw_request(body: dict[str, Any], more: bytes = b"") -> tuple[bytes, bytes]:
+    data = json.dumps(body).encode()
+    head = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: %d\r\n%s\r\n" % (len(data), more)
+    return head, data
+
+
+async def read_answer(reader: asyncio.StreamReader) -> tuple[bytes, bytes]:
+    head = await asyncio.wait_for(reader.readuntil(b"\r\n\r\n"), 20)
+    length = int(head.split(b"content-length: ")[1].split(b"\r\n")[0])
+    return head, await reader.readexactly(length)
+
+
+@pytest.mark.parametrize("apart", [False, True])
+async def test_a_request_that_offers_an_upgrade_is_answered_in_http_1(two: Cluster, apart: bool) -> None:
+    """Java's HTTP client offers HTTP/2 with every request that it sends unencrypted."""
+    address = urlsplit(two.endpoints[0].http)
+    reader, writer = await asyncio.open_connection(address.hostname, address.port)
+    for more in (UPGRADE, b"", UPGRADE.replace(b"h2c", b"websocket")):
+        for part in raw_request(COMPLETION, more) if apart else [b"".join(raw_request(COMPLETION, more))]:
+            writer.write(part)
+            await asyncio.sleep(0.05)
+        head, body = await read_answer(reader)
+        assert head.startswith(b"HTTP/1.1 200 ")
+        assert json.loads(body)["usage"]["completion_tokens"] == 4
+    writer.write(
+        raw_request(COMPLETION, UPGRADE.replace(b"Upgrade,", b"close, Upgrade,"))[0] + raw_request(COMPLETION)[1]
+    )
+    assert b"connection: close" in (await read_answer(reader))[0]
+    assert await reader.read() == b""
+    writer.close()
+
+
+async def test_requests_of_one_connection_are_answered_in_their_order(two: Cluster) -> None:
+    address = urlsplit(two.endpoints[0].http)
+    reader, writer = await asyncio.open_connection(address.hostname, address.port)
+    counts = [3, 1, 2]
+    for count in counts:
+        writer.write(b"".join(raw_request({**COMPLETION, "max_tokens": count})))
+    found = [json.loads((await read_answer(reader))[1])["usage"]["completion_tokens"] for _ in counts]
+    assert found == counts
+    writer.close()
+
+
+@pytest.mark.parametrize(
+    ("sent", "answer"),
+    [
+        (b"GET /v1/models HTTP/1.1\r\nx: " + b"a" * 70_000, b"HTTP/1.1 431 "),
+        (b"CONNECT example.org:443 HTTP/1.1\r\nhost: x\r\n\r\n", b"HTTP/1.1 400 "),
+        (b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n", b"HTTP/1.1 400 "),
+        (b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03", b"HTTP/1.1 400 "),
+    ],
+    ids=["endless", "connect", "http2", "tls"],
+)
+async def test_what_is_no_request_is_answered_and_ends_its_connection(two: Cluster, sent: bytes, answer: bytes) -> None:
+    address = urlsplit(two.endpoints[0].http)
+    reader, writer = await asyncio.open_connection(address.hostname, address.port)
+    writer.write(sent)
+    assert (await asyncio.wait_for(reader.readuntil(b"\r\n\r\n"), 20)).startswith(answer)
+    writer.close()
+    assert (await two.http.post("/v1/completions", json=COMPLETION)).status_code == 200
+
+
+async def test_a_packed_body_is_refused_by_that_name(two: Cluster) -> None:
+    packed = gzip.compress(json.dumps(COMPLETION).encode())
+    response = await two.http.post("/v1/completions", content=packed, headers={"content-encoding": "gzip"})
+    assert response.status_code == 400
+    assert "content-encoding 'gzip' is not supported" in response.json()["error"]["message"]
+
+
+async def test_no_page_of_another_origin_may_call(two: Cluster) -> None:
+    asked = {"origin": "https://example.org", "access-control-request-method": "POST"}
+    preflight = await two.http.options("/v1/completions", headers=asked)
+    answer = await two.http.post("/v1/completions", json=COMPLETION, headers=asked)
+    assert preflight.status_code == 405
+    for response in (preflight, answer):
+        assert not [name for name in response.headers if name.startswith("access-control")]
+
+
 async def test_the_operator_s_paths(two: Cluster) -> None:
     listed = (await two.http.get("/v1/replicas")).json()
     assert [one["id"] for one in listed["replicas"]] == ["w0", "w1"]
     assert listed["replicas"][0]["state"] == "READY"
     assert (await two.http.get("/healthz")).status_code == 200
     assert (await two.http.get("/readyz")).status_code == 200
+    assert (await two.http.get("/health")).status_code == 200
+    assert (await two.http.get("/version")).json() == {"version": version("warmfront")}
     # The figure is renewed with each look at the leases, and may tell of the start for a moment.
     await until(lambda: b'warmfront_router_index_mode{mode="live"} 1.0' in two.router.metrics.text())
     assert "warmfront_router_index_mode" in (await two.http.get("/metrics")).text

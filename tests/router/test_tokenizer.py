@@ -255,6 +255,13 @@ def test_continuing_ends_the_text_right_after_the_last_message() -> None:
     assert text.endswith("<|im_start|>assistant\nI am ")
 
 
+def test_a_developer_is_the_system_to_a_template_that_knows_none() -> None:
+    chat = [("developer", "be brief"), ("user", "hi")]
+    assert render(TEMPLATE, *chat) == render(TEMPLATE, ("system", "be brief"), ("user", "hi"))
+    knowing = "{% for m in messages %}{% if m.role == 'developer' %}[{{ m.content }}]{% endif %}{% endfor %}"
+    assert render(knowing, *chat) == "[be brief]"
+
+
 def test_what_a_template_refuses_is_the_client_s_error() -> None:
     with pytest.raises(InvalidRequestError, match="roles must alternate"):
         render("{{ raise_exception('roles must alternate') }}", ("user", "hi"))
