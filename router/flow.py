@@ -42,8 +42,15 @@ class Bound(NamedTuple):
 class ReplicaLimits(Protocol):
     """What a replica's lease says it computes at once (``common_pb2.Limits``)."""
 
-    max_num_seqs: int
-    max_num_batched_tokens: int
+    @property
+    def max_num_seqs(self) -> int:
+        """Answers that grow at once."""
+        ...
+
+    @property
+    def max_num_batched_tokens(self) -> int:
+        """Tokens of one step."""
+        ...
 
 
 def bound_of(

@@ -15,6 +15,8 @@ from tests.fakes.simulated_worker import SimulatedWorker
 from tests.router.conftest import Cluster, until
 from tests.router.reflective import ReflectiveClient
 from tests.router.test_grpc import GENERATE, token_request
+from tests.router.test_hang import TOKEN as REAL_TOKEN
+from tests.router.test_hang import real_worker
 
 
 def completion(name: str, length: int = 100, **more: Any) -> dict[str, Any]:
@@ -298,6 +300,23 @@ async def test_a_replica_that_others_keep_busy_is_full_by_its_lease_for_every_ro
     assert len(cluster.router.dispatcher.queue) == 1
     worker.running -= 5
     assert (await crowd.end())[0].status_code == 200
+
+
+async def test_a_front_that_many_wait_for_makes_a_replica_no_fuller_than_it_is(cluster: Cluster) -> None:
+    """Its lease and the router charge such a front once: more would pass for the work of somebody unknown."""
+    async with real_worker(cluster, "w0", prefill_tokens_per_s=2_000.0, max_num_batched_tokens=128):
+        router = await cluster.add_router(worker_token=REAL_TOKEN, replica_tokens=100_000)
+        front = "the front of all of them " * 80
+        bodies = [{"prompt": f"{front}{number}", "max_tokens": 2, "n": 1 + number % 2} for number in range(8)]
+        calls = [asyncio.create_task(cluster.http.post("/v1/completions", json=body)) for body in bodies]
+        load, waited = router.fleet.loads.of("w0"), 0
+        while not all(call.done() for call in calls):
+            told = router.fleet.members["w0"].replica.lease.load.waiting_tokens
+            waited = max(waited, told)
+            assert load.foreign_tokens < 2_000, "a lease may be old; that of 8 fronts would be 14,000 more"
+            await asyncio.sleep(0.01)
+        assert waited > 500
+        assert {(await call).status_code for call in calls} == {200}
 
 
 async def test_a_router_that_drains_serves_its_queue_or_answers_it(cluster: Cluster) -> None:

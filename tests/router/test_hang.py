@@ -173,7 +173,9 @@ async def test_a_replica_at_which_deadlines_pass_in_silence_is_left_alone_even_w
 
 
 @asynccontextmanager
-async def real_worker(cluster: Cluster, replica: str, fault: str | None = None) -> AsyncIterator[Worker]:
+async def real_worker(
+    cluster: Cluster, replica: str, fault: str | None = None, **settings: Any
+) -> AsyncIterator[Worker]:
     """A whole worker of ours around a simulated engine, less patient with its steps than usual."""
     config = WorkerConfig(
         redis_url=cluster.redis_url,
@@ -187,6 +189,7 @@ async def real_worker(cluster: Cluster, replica: str, fault: str | None = None) 
         heartbeat_s=0.1,
         lease_s=1.0,
         fault=fault,
+        **settings,
     )
     worker = Worker(config, hung_after_s=0.5)
     running = asyncio.create_task(worker.run())

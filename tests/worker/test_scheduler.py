@@ -215,6 +215,39 @@ def test_a_burst_with_one_prefix_computes_it_once() -> None:
     assert [bench.choices[f"r{index}"].num_cached for index in range(4)] == [0, 16, 16, 16]
 
 
+@pytest.mark.parametrize("caching", [True, False])
+def test_what_several_that_wait_begin_with_counts_once_as_it_is_computed_once(caching: bool) -> None:
+    bench = Bench(budget=8, caching=caching)
+    front = list(range(20))
+    for name in "abcd":
+        bench.add(name, [*front, ord(name)], 2)
+    bench.add("e", [*front[:8], 7, 7, 7], 2)
+    assert bench.scheduler.waiting_tokens() == (21 + 3 * 1 + 3 if caching else 4 * 21 + 11)
+    bench.add("f", [*front, 7], 2, num_prompt_logprobs=0)  # each of its positions must be computed
+    assert bench.scheduler.waiting_tokens() == (27 + 21 if caching else 95 + 21)
+    bench.step()  # 8 tokens of the first one
+    assert bench.scheduler.waiting_tokens() == (27 + 21 - 8 if caching else 116 - 8)
+
+
+def test_tokens_that_wait_are_those_that_steps_then_compute() -> None:
+    rng = random.Random(4)
+    for _ in range(30):
+        bench = Bench(num_blocks=2000, max_num_seqs=50, budget=10_000)
+        prompts: list[list[int]] = [[rng.randrange(3) for _ in range(8)]]
+        for number in range(20):
+            front = rng.choice(prompts)
+            prompts.append(
+                front[: rng.randrange(1, len(front) + 1)] + [rng.randrange(3) for _ in range(rng.randrange(40))]
+            )
+            bench.add(str(number), prompts[-1], 1)
+            if number == 5:
+                bench.step()
+        expected, computed = bench.scheduler.waiting_tokens(), 0
+        while bench.scheduler.has_work:
+            computed += sum(tokens for _, _, tokens in bench.step())
+        assert computed == expected
+
+
 def test_whoever_waits_for_a_prefix_lets_others_pass() -> None:
     bench = Bench(budget=16)
     bench.add("a", list(range(24)), 1)

@@ -26,6 +26,7 @@ import grpc.aio
 import numpy as np
 from warmfront_pb.v1 import inference_pb2, inference_pb2_grpc
 
+from router.flow import bound_of
 from warmfront.client import Client
 from warmfront.errors import Failure, WrongUse
 from warmfront.processes import child_environment, last_line
@@ -103,10 +104,12 @@ async def _cluster(
         worker += ["--max-num-seqs", f"{settings.max_num_seqs}"]
         worker += ["--no-token-reuse"]  # the virtual clock knows whole blocks alone
         processes.append(_start(worker, directory / "worker.log"))
+        # What a replica is given at most is as much as it computes in a second: in one that is not stretched.
+        max_tokens = bound_of(settings, settings.prefill_tokens_per_s).tokens
         routers = []
         for number in range(settings.num_routers):
             http, rpc = free_port(), free_port()
-            router = ["router", *common, "--policy", settings.policy]
+            router = ["router", *common, "--policy", settings.policy, "--replica-tokens", f"{max_tokens}"]
             router += ["--http-port", f"{http}", "--grpc-port", f"{rpc}", "--log-level", "WARNING"]
             processes.append(_start(router, directory / f"router-{number}.log"))
             routers.append(_RouterAt(f"http://127.0.0.1:{http}", f"127.0.0.1:{rpc}"))
