@@ -22,7 +22,7 @@ from cache.prefix_cache import PrefixCache
 from router.policy import POLICIES
 from warmfront.errors import WrongUse
 from warmfront.replay.capacity import sub_block_loss
-from warmfront.replay.report import hit_rate_over_time
+from warmfront.replay.report import hit_rate_over_time, over_bound_note
 from warmfront.replay.settings import Settings
 from warmfront.replay.simulation import Simulation, open_loop_speed, oracle_hit_rate, simulate
 from warmfront.replay.trace import Job, Turn, name_blocks, read_trace
@@ -200,6 +200,15 @@ def test_no_policy_on_equal_caches_does_better_than_one_cache_of_the_summed_size
 def test_a_request_that_fits_no_replica_is_refused_by_its_size() -> None:
     with pytest.raises(WrongUse, match="--kv-blocks 2: the trace's longest request takes 3"):
         simulate(name_blocks([turn([1] * 20)], SCHEME), SCHEME, Settings(kv_blocks=2))
+
+
+def test_requests_that_a_router_would_have_held_back_are_counted_and_told_of() -> None:
+    jobs = name_blocks([turn([number] * 100, session=f"s{number}") for number in range(6)], SCHEME)
+    fleet = Settings(kv_blocks=100, num_replicas=1, in_flight=6, prefill_tokens_per_s=150.0, max_num_batched_tokens=64)
+    outcome = simulate(jobs, SCHEME, fleet)
+    assert outcome.num_over_bound == 3, "4 steps' tokens are 256, and 300 wait when the fourth comes"
+    assert over_bound_note(outcome).startswith("warmfront, 1 replicas: 3 of 6 requests went to a replica that was full")
+    assert not over_bound_note(simulate(jobs, SCHEME, replace(fleet, num_replicas=6)))
 
 
 def test_equal_seeds_give_equal_runs() -> None:

@@ -18,7 +18,7 @@ from router.policy import POLICIES
 from warmfront.console import stderr
 from warmfront.errors import WrongUse
 from warmfront.replay.capacity import costs_of
-from warmfront.replay.report import Bounds, as_line, as_object, capacity_table, plot, policy_table
+from warmfront.replay.report import Bounds, as_line, as_object, capacity_table, over_bound_note, plot, policy_table
 from warmfront.replay.settings import Settings
 from warmfront.replay.simulation import Outcome, blocks_of_longest, open_loop_speed, oracle_hit_rate, simulate
 from warmfront.replay.trace import MOONCAKE_BLOCK_SIZE, Encode, Job, Turn, name_blocks, read_trace
@@ -197,6 +197,7 @@ def replay(
     )
     results: list[dict[str, Any]] = []
     outcomes: list[Outcome] = []
+    notes: list[str] = []
     num_runs = len(sizes) * len(replicas) * len(pools) * len({*policies, "random"})
     with _progress() as progress:
         task = progress.add_task("", total=num_runs * len(turns))
@@ -218,8 +219,11 @@ def replay(
                     num_blocks = settings.kv_blocks * num_replicas
                     costs = costs_of(turns, scheme, num_blocks, outcome.final_caches) if plans else None
                     results.append(as_object(outcome, bounds, costs))
+                    notes.append(over_bound_note(outcome))
                     if as_json:
                         click.echo(as_line(results[-1]))
+    for note in filter(None, notes):
+        click.echo(note, err=True)
     if not as_json:
         _print(turns, settings, sizes[-1], bounds, results, plans)
     if plot_path is not None:

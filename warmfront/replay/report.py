@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from router.flow import bound_of
 from warmfront.console import in_columns
 from warmfront.errors import WrongUse
 from warmfront.replay.simulation import Outcome
@@ -65,6 +66,19 @@ def as_object(outcome: Outcome, bounds: Bounds, costs: Costs | None = None) -> d
 def as_line(result: dict[str, Any]) -> str:
     """An object on one line."""
     return json.dumps(result, separators=(", ", ": "))
+
+
+def over_bound_note(outcome: Outcome) -> str:
+    """What this run cannot show: requests went where a router would have sent no more. Empty where none did."""
+    settings = outcome.settings
+    if not outcome.num_over_bound:
+        return ""
+    bound = bound_of(settings, settings.prefill_tokens_per_s)
+    return (
+        f"{settings.policy}, {settings.num_replicas} replicas: {outcome.num_over_bound:,} of {len(outcome.ttft_s):,} "
+        f"requests went to a replica that was full ({bound.requests} requests, or {bound.tokens:,} tokens to compute). "
+        "A router would have held them back until one had room; the virtual clock has no such queue"
+    )
 
 
 def policy_table(results: Sequence[dict[str, Any]]) -> str:

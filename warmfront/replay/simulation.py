@@ -21,6 +21,7 @@ from cache.block_hash import HashScheme
 from cache.events import EventBatch
 from cache.prefix_cache import PrefixCache
 from cache.prefix_index import PrefixIndex
+from router.flow import bound_of
 from router.load import Journal, LoadBook, Ticket
 from router.peer_loads import PeerLoads, batch_of
 from router.placement import Placement
@@ -50,6 +51,7 @@ class Outcome:
     num_prompt_tokens: int = 0
     num_hit_tokens: int = 0
     regret_tokens: int = 0
+    num_over_bound: int = 0  # requests that a router would have held back, since their replica was full
     makespan_s: float = 0.0
     ttft_s: list[float] = field(default_factory=list)
     first_token_at_s: list[float] = field(default_factory=list)
@@ -191,6 +193,7 @@ class Simulation:
         self._scheme = scheme
         self._settings = settings
         self._progress = progress
+        self._bound = bound_of(settings, settings.prefill_tokens_per_s)
         self.routers = [_Router(settings, rules, number) for number in range(settings.num_routers)]
         self.replicas = {
             (name := f"r{number}"): Replica(name, number, scheme, settings) for number in range(settings.num_replicas)
@@ -287,6 +290,8 @@ class Simulation:
             job.turn.num_tokens, job.keys, self._scheme.block_size, self._views, now, job.turn.session
         )
         replica = self.replicas[placed.replica]
+        chosen = placed.decision.chosen
+        self._outcome.num_over_bound += self._bound.is_reached(chosen.in_flight, int(chosen.waiting_tokens))
         self._outcome.regret_tokens += placed.decision.regret_tokens
         self._outcome.requests_of[replica.number] += 1
         self._tickets[number] = placed.ticket
