@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from pathlib import Path
 from typing import Any
@@ -9,6 +10,7 @@ from urllib.parse import urlsplit, urlunsplit
 
 import click
 
+LONGEST_S = 365 * 24 * 3600.0  # timers and deadlines on the wire end somewhere
 _SECONDS = {"ms": 0.001, "s": 1.0, "m": 60.0, "h": 3600.0}
 
 
@@ -22,7 +24,10 @@ class Duration(click.ParamType[float]):
         match = re.fullmatch(r"(\d+(?:\.\d+)?)(ms|s|m|h)", str(value).strip())
         if match is None:
             self.fail(f"{value!r} is no duration: write 200ms, 60s, 5m or 1h", param, ctx)
-        return float(match[1]) * _SECONDS[match[2]]
+        seconds = float(match[1]) * _SECONDS[match[2]]
+        if seconds > LONGEST_S:
+            self.fail(f"{value!r} is more than a year: at most {format_duration(LONGEST_S)}", param, ctx)
+        return seconds
 
 
 def format_duration(seconds: float) -> str:
@@ -37,9 +42,16 @@ class Integer(click.IntRange):
 
 
 class Number(click.FloatRange):
-    """A number within bounds."""
+    """A number within bounds. What is no number lies within none, though no comparison says so."""
 
     name = "number"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
+        """The number; fails with one line for nan and infinities too."""
+        number: float = super().convert(value, param, ctx)
+        if not math.isfinite(number):
+            self.fail(f"{value!r} is no number", param, ctx)
+        return number
 
 
 class NamedFolder(click.ParamType[str]):

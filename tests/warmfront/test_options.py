@@ -13,7 +13,7 @@ from tests.warmfront.conftest import Cli
 from warmfront.errors import WrongUse
 from warmfront.flags import CONFIGS, FLAGS, default_of, flags_of
 from warmfront.options import fill
-from warmfront.values import Duration, format_duration, mask_url
+from warmfront.values import Duration, Number, format_duration, mask_url
 from worker.config import WorkerConfig
 
 REDIS = ("--redis", "redis://127.0.0.1:1/0")
@@ -136,6 +136,17 @@ def test_router_and_worker_need_a_redis(cli: Cli) -> None:
 def test_durations_read_and_print_back(text: str, seconds: float) -> None:
     assert Duration().convert(text, None, None) == pytest.approx(seconds)
     assert Duration().convert(format_duration(seconds), None, None) == pytest.approx(seconds)
+
+
+@pytest.mark.parametrize("text", ["nan", "inf", "-inf"])
+def test_what_is_no_number_is_within_no_bounds(text: str) -> None:
+    with pytest.raises(click.BadParameter):
+        Number(0, min_open=True).convert(text, None, None)
+
+
+def test_a_duration_of_more_than_a_year_is_refused() -> None:
+    with pytest.raises(click.BadParameter, match="more than a year"):
+        Duration().convert("99999999999h", None, None)
 
 
 @pytest.mark.parametrize("text", ["60", "s", "-1s", "1 s", "1d", ""])

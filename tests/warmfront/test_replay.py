@@ -295,6 +295,7 @@ def test_arrivals_on_one_tick_are_spread_until_the_next(tmp_path: Path) -> None:
         ('{"timestamp_ms": 0, "token_ids": ["a"], "output_tokens": 1}', "token_ids is no list"),
         ('{"timestamp_ms": 0, "token_ids": 7, "output_tokens": 1}', "token_ids is no list"),
         ('{"timestamp_ms": 0, "token_ids": [1], "output_tokens": "x"}', "output_tokens is no whole number"),
+        ('{"timestamp_ms": 0, "token_ids": [1], "output_tokens": 1000000000000}', "at most 16777216 tokens"),
         ('{"timestamp_ms": 0, "text": 5, "output_tokens": 1}', "text is a string"),
         ('{"timestamp_ms": 0, "messages": [{"role": "user"}], "output_tokens": 1}', "messages are objects"),
         ('{"timestamp": 0, "input_length": 6, "output_length": 1, "hash_ids": [-1]}', "hash_ids is no list"),

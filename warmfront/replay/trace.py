@@ -28,6 +28,7 @@ from warmfront.files import fault_of
 MOONCAKE_BLOCK_SIZE = 512
 _LAST_GAP_S = 3.0  # of a Mooncake trace, whose clock ticks every 3 s: how long its last tick lasts
 _NAME_BYTES = 8
+_MOST_TOKENS = 1 << 24  # of one prompt or answer; each block of it is named
 _OURS = '{"timestamp_ms": 0, "token_ids": [1, 2], "output_tokens": 20}'
 _MOONCAKE = '{"timestamp": 0, "input_length": 600, "output_length": 20, "hash_ids": [0, 1]}'
 _nobodys_numbers = itertools.count(1 << 63)
@@ -199,6 +200,8 @@ def _count(entry: dict[str, Any], name: str) -> int:
     value = entry[name]
     if isinstance(value, bool) or not isinstance(value, int) or value < 0:
         raise ValueError(f"{name} is no whole number of 0 or more")
+    if value > _MOST_TOKENS:
+        raise ValueError(f"{name} is {value}: at most {_MOST_TOKENS} tokens are replayed")
     return value
 
 
