@@ -11,6 +11,7 @@ import signal
 import sys
 import time
 from collections.abc import Coroutine, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import count
@@ -71,6 +72,7 @@ class ChildProcesses:
         self._run_dir, self._log_dir, self._num_gpus = run_dir, log_dir, num_gpus
         self._env = {**child_environment(), **env}
         self._children: dict[str, _Child] = {}
+        self._health_calls = ThreadPoolExecutor(8, thread_name_prefix="health")
         self._controller: Controller | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
 
@@ -114,7 +116,8 @@ class ChildProcesses:
 
     def look(self, leases: Mapping[str, common_pb2.ReplicaLease]) -> list[Seen]:
         """Every child; workers by their leases and the health of their servers."""
-        return [self._seen(child, leases.get(child.name)) for child in list(self._children.values())]
+        children = list(self._children.values())  # asked together: many that hang take no longer than one
+        return list(self._health_calls.map(lambda child: self._seen(child, leases.get(child.name)), children))
 
     def num_nodes(self, group: Group) -> int:
         """This machine."""

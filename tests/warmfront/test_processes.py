@@ -3,12 +3,20 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import signal
+import time
 from pathlib import Path
 
+import pytest
+from warmfront_pb.v1 import common_pb2
+
 from router.reconcile import Group
+from router.registry import LeaseReader
 from tests.warmfront.test_cluster import GUARD_S
 from warmfront.processes import ChildProcesses
 from warmfront.run_dir import RunDir
+from warmfront.store import EmbeddedValkey
 
 
 async def test_a_part_that_cannot_be_started_is_tried_again_and_hides_nobody_else(tmp_path: Path) -> None:
@@ -30,3 +38,33 @@ async def test_a_part_that_cannot_be_started_is_tried_again_and_hides_nobody_els
     hurry = asyncio.Event()
     hurry.set()
     await parts.stop("worker", 0, hurry)
+
+
+@pytest.mark.slow
+async def test_many_workers_that_hang_are_looked_at_together(tmp_path: Path, temp_root: Path) -> None:
+    valkey = EmbeddedValkey(tmp_path, {})
+    redis_url = valkey.url
+    (tmp_path / "logs").mkdir()
+    parts = ChildProcesses(RunDir(path=tmp_path), tmp_path / "logs", {})
+    await parts.begin("many")
+    settings = {"redis": redis_url, "fleet": "many", "engine": "simulated", "model": "bytes"}
+    for name in ("w0", "w1", "w2"):
+        await asyncio.to_thread(parts.start, Group(role="worker", count=3, settings=settings), name, "abc")
+    reader, leases = LeaseReader(redis_url, None, "many"), {}
+    async with asyncio.timeout(GUARD_S):
+        while sum(lease.state == common_pb2.READY for lease in leases.values()) < 3:
+            leases = {lease.replica: lease for lease in await asyncio.to_thread(reader.read) or ()}
+    pids = [seen.pid for seen in await asyncio.to_thread(parts.look, leases)]
+
+    took_s = []
+    for hung in (pids[:1], pids[1:]):  # one of them, then all
+        for pid in hung:
+            os.kill(pid, signal.SIGSTOP)
+        began_s = time.monotonic()
+        await asyncio.to_thread(parts.look, leases)
+        took_s.append(time.monotonic() - began_s)
+    hurry = asyncio.Event()
+    hurry.set()
+    await parts.stop("worker", 0, hurry)
+    valkey.stop()
+    assert took_s[1] < 2 * took_s[0]
