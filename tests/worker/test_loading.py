@@ -15,7 +15,16 @@ from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer
 from tokenizers import models as token_models
 
-from tests.worker.tiny_models import CPU, golden_texts, greedy_text, logits_of, random_model, runner_of, write_folder
+from tests.worker.tiny_models import (
+    CPU,
+    golden_texts,
+    greedy_text,
+    logits_of,
+    random_model,
+    runner_of,
+    shape_of_smollm2,
+    write_folder,
+)
 from worker.loading import default_model_path, load_config, load_model, model_fingerprint
 from worker.loading.gguf_file import checkpoint_name
 from worker.loading.huggingface import parse_config
@@ -34,12 +43,12 @@ def test_the_packaged_model_is_smollm2() -> None:
 
 
 def test_weights_of_the_packaged_model_equal_transformers_own_reading() -> None:
-    from transformers import LlamaConfig, LlamaForCausalLM
+    from transformers import LlamaForCausalLM
     from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
 
     path = default_model_path()
     with torch.device("meta"):
-        shape = LlamaForCausalLM(LlamaConfig(**load_gguf_checkpoint(str(path))["config"]))
+        shape = LlamaForCausalLM(shape_of_smollm2())
     theirs = load_gguf_checkpoint(str(path), return_tensors=True, model_to_load=shape)["tensors"]
     ours = load_model(path, dtype="float32", device=CPU).weights
     assert len(ours) == 272

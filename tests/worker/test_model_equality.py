@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import LlamaForCausalLM
 
 from tests.worker.tiny_models import (
     CPU,
@@ -16,6 +16,7 @@ from tests.worker.tiny_models import (
     logits_of,
     random_model,
     runner_of,
+    shape_of_smollm2,
     slice_of,
     write_folder,
 )
@@ -145,22 +146,7 @@ def smollm2() -> Iterator[tuple[LlamaForCausalLM, ModelRunner]]:
 
 
 def smollm2_of_transformers(loaded: LoadedModel) -> LlamaForCausalLM:
-    config = loaded.config
-    shape = LlamaConfig(
-        vocab_size=config.vocab_size,
-        hidden_size=config.hidden_size,
-        intermediate_size=config.intermediate_size,
-        num_hidden_layers=config.num_layers,
-        num_attention_heads=config.num_heads,
-        num_key_value_heads=config.num_kv_heads,
-        max_position_embeddings=config.max_context,
-        rms_norm_eps=config.rms_norm_eps,
-        rope_parameters={"rope_type": "default", "rope_theta": config.rope.theta},
-        tie_word_embeddings=True,
-        bos_token_id=1,
-        eos_token_id=2,
-    )
-    theirs = LlamaForCausalLM(shape).to(loaded.dtype).eval()
+    theirs = LlamaForCausalLM(shape_of_smollm2()).to(loaded.dtype).eval()
     missing, unexpected = theirs.load_state_dict(loaded.weights, strict=False)
     assert (missing, unexpected) == (["lm_head.weight"], [])
     theirs.tie_weights()

@@ -1,5 +1,6 @@
 """Small random models, and the two lines that every model test needs."""
 
+import functools
 import json
 from collections.abc import Sequence
 from itertools import pairwise
@@ -8,10 +9,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, PreTrainedModel
 
 from worker.batch import SamplingParams, SequenceSlice, StepBatch
-from worker.loading import load_model
+from worker.loading import default_model_path, load_model
 from worker.model_runner import Mode, ModelRunner
 
 CPU = torch.device("cpu")
@@ -43,6 +44,14 @@ def random_model(model_type: str, **settings: Any) -> PreTrainedModel:
             else:
                 weight.normal_(std=0.15)
     return model
+
+
+@functools.cache
+def shape_of_smollm2() -> LlamaConfig:
+    """The packaged model's configuration as transformers reads it, which takes seconds."""
+    from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
+
+    return LlamaConfig(**load_gguf_checkpoint(str(default_model_path()))["config"])
 
 
 def write_folder(model: PreTrainedModel, folder: Path, **save: Any) -> Path:
