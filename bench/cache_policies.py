@@ -25,7 +25,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 from cache.block_hash import BlockChain, HashScheme, pack_keys
-from cache.prefix_cache import EvictionPolicy, PrefixCache
+from cache.eviction import EvictionPolicy
+from cache.prefix_cache import PrefixCache
 from cache.stats import CacheStats
 
 MOONCAKE_BLOCK = 512

@@ -19,6 +19,7 @@ reader skip one bad event, or one of a kind it does not know, and keep the rest.
 
 from __future__ import annotations
 
+import itertools
 import struct
 import sys
 from array import array
@@ -188,6 +189,19 @@ def chain_runs(
         runs.append(Stored(int(parent_keys[run[0]]), array("Q", keys[run].tobytes()), tier))
         heads += heads_after.get(run[-1], ())
     return runs
+
+
+def stored_runs(
+    keys: npt.NDArray[np.uint64], parent_keys: npt.NDArray[np.uint64], tier: Tier = Tier.DEVICE
+) -> list[Stored]:
+    """Blocks, each after the one it follows if that is among them, as events: neighbours that follow one another."""
+    if not keys.size:
+        return []
+    borders = [0, *(np.flatnonzero(parent_keys[1:] != keys[:-1]) + 1).tolist(), keys.size]
+    return [
+        Stored(int(parent_keys[start]), array("Q", keys[start:end].tobytes()), tier)
+        for start, end in itertools.pairwise(borders)
+    ]
 
 
 def _encode(kind: int, replica: str, generation: str, seq: int, events: Iterable[Event]) -> bytes:

@@ -19,10 +19,9 @@ from __future__ import annotations
 
 import itertools
 from array import array
-from collections import deque
 from collections.abc import Container, Hashable, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple, TypeAlias, get_args
+from typing import Literal, NamedTuple, TypeAlias
 
 import numpy as np
 
@@ -30,21 +29,26 @@ from cache.block_hash import ROOT_KEY, BlockChain, BlockHash, HashScheme, TokenI
 from cache.block_pool import BlockIds, BlockPool
 from cache.contents import Contents
 from cache.device_tier import DeviceTier
-from cache.events import Cleared, Event, EventBatch, RemovalReason, Removed, Snapshot, Stored, Tier, chain_runs
+from cache.events import (
+    Cleared,
+    Event,
+    EventBatch,
+    RemovalReason,
+    Removed,
+    Snapshot,
+    Stored,
+    Tier,
+    chain_runs,
+    stored_runs,
+)
+from cache.eviction import EvictionOrder, EvictionPolicy
 from cache.history import Eviction, EvictionHistory
 from cache.host_tier import HostTier, Keys, stretches
-from cache.retention import MAX_BREAKPOINTS, RetainedBlocks, Retention, RetentionBudget
+from cache.retention import MAX_BREAKPOINTS, Retention, RetentionBudget
 from cache.stats import CacheStats
 from cache.token_reuse import BlockFronts
 
 RequestId: TypeAlias = Hashable
-EvictionPolicy: TypeAlias = Literal["lru", "slru"]
-EVICTION_POLICIES: tuple[EvictionPolicy, ...] = get_args(EvictionPolicy)
-
-PROTECTED_SHARE = 0.25
-"""Under ``slru``, at most this share of the pool is idle blocks that were hit before (docs/cache.md has the study)."""
-
-_ORDINARY, _PROTECTED, _RETAINED = 0, 1, 2  # classes of the pool's queues; a retained block's priority is added
 _NO_BLOCKS: BlockIds = np.empty(0, dtype=np.int32)
 _Leaving: TypeAlias = tuple[BlockIds, list[BlockHash], float]  # blocks, their hashes, since when nobody used them
 
@@ -129,8 +133,6 @@ class PrefixCache:
     ) -> None:
         if num_blocks < 2:
             raise ValueError(f"{num_blocks} blocks leave none beside block 0")
-        if policy not in EVICTION_POLICIES:
-            raise ValueError(f"eviction policy {policy!r} is not one of {', '.join(EVICTION_POLICIES)}")
         if token_reuse_min is not None and token_reuse_min < 1:
             raise ValueError(f"token reuse from {token_reuse_min} tokens")
         if num_host_blocks < 0:
@@ -146,10 +148,10 @@ class PrefixCache:
         self._pool = BlockPool(num_blocks)
         self._now = float("-inf")
         self._device = DeviceTier(num_blocks)
-        self._was_hit = np.zeros(num_blocks, dtype=np.bool_)
+        retention = retention or RetentionBudget(num_blocks // 2, num_blocks // 4)
+        self._order = EvictionOrder(self._pool, self._device, policy, retention)
         self._contents = Contents() if scheme.verifies_tokens else None
         self._fronts = BlockFronts(self.token_reuse_min) if self.token_reuse_min is not None else None
-        self._retained = RetainedBlocks(retention or RetentionBudget(num_blocks // 2, num_blocks // 4))
         self._history = EvictionHistory(history_size)
         self._host = HostTier(num_host_blocks) if num_host_blocks and enabled else None
         self._copies: list[BlockCopies] = []
@@ -189,7 +191,7 @@ class PrefixCache:
     @property
     def num_retained_blocks(self) -> int:
         """Of the cached ones, those that requests asked to keep and whose time is not over."""
-        return len(self._retained)
+        return self._order.num_retained
 
     @property
     def last_seq(self) -> int:
@@ -279,7 +281,7 @@ class PrefixCache:
             self._count_miss(chain, num_hit)
 
         self._pool.use(hits)
-        self._was_hit[hits] = True
+        self._order.hit(hits)
         table = array("i", hits.astype(np.int32).tobytes())
         returning = chain.hashes[num_on_device:num_hit]
         in_host = self._host.use(returning) if self._host is not None and returning else _NO_BLOCKS
@@ -287,7 +289,7 @@ class PrefixCache:
             kept = np.array([source], dtype=np.int32)
             self._pool.use(kept)
             table.extend(self._take(num_new, request_id))
-            self._queue_kept(self._pool.drop(kept))
+            self._order.queue(self._pool.drop(kept), self._now)
             self._copies.append(BlockCopies([source], [table[num_hit]], num_copied))
         else:
             table.extend(self._take(num_new, request_id))
@@ -299,10 +301,9 @@ class PrefixCache:
             )
             self._host.put_back(in_host, self._now)
             self._publish(running, num_on_device, num_hit)
-            self._was_hit[table[num_on_device:num_hit]] = True
-        if retention or len(self._retained):
-            self._retained.touch(chain.hashes[:num_hit], self._now)
-            self._retained.mark(chain.hashes, range(num_hit), retention, tenant, size, self._now)
+            self._order.hit(table[num_on_device:num_hit])
+        self._order.touch(chain.hashes[:num_hit], self._now)
+        self._order.retain(chain.hashes, range(num_hit), retention, tenant, size, self._now)
 
         self._running[request_id] = running
         if self.enabled and num_hit < running.num_prompt_blocks:
@@ -333,9 +334,7 @@ class PrefixCache:
         self._pass_time(now)
         if self._host is not None:
             self._host.renew(chain.hashes[num_on_device:num_hit], self._now)
-        idle = hits[self._pool.references[hits] == 0][::-1]
-        self._pool.withdraw(idle)
-        self._queue_kept(idle)
+        self._order.requeue(hits[self._pool.references[hits] == 0][::-1], self._now)
 
     def commit(self, request_id: RequestId, num_computed: int) -> None:
         """The KV of the request's first ``num_computed`` tokens is in place: its full blocks become visible.
@@ -364,7 +363,7 @@ class PrefixCache:
             # The whole front again, so that no block is wanted for longer than the one it follows.
             front = range(min(end, running.num_prompt_blocks))
             size = self.scheme.block_size
-            self._retained.mark(running.chain.hashes, front, running.retention, running.tenant, size, self._now)
+            self._order.retain(running.chain.hashes, front, running.retention, running.tenant, size, self._now)
 
     def free(self, request_id: RequestId, now: float = 0.0, recompute: bool = False) -> None:
         """The request ends; its committed blocks stay findable until they are needed.
@@ -388,10 +387,10 @@ class PrefixCache:
             if self._fronts.add_partial(running.chain, depth, running.num_computed, running.block_ids):
                 is_kept |= idle == running.block_ids[depth]
         if is_kept.all():
-            self._queue_kept(idle)
+            self._order.queue(idle, self._now)
         else:
             self._pool.queue_front(idle[~is_kept], self._now)
-            self._queue_kept(idle[is_kept])
+            self._order.queue(idle[is_kept], self._now)
 
     def reset(self) -> bool:
         """Forget every cached block; False (no change) while a request is running."""
@@ -400,13 +399,11 @@ class PrefixCache:
         if not self.enabled:
             return True
         self._device.clear()
-        self._was_hit[:] = False
         if self._contents is not None:
             self._contents.clear()
         if self._fronts is not None:
             self._fronts.clear()
-        self._retained.clear()
-        self._pool.merge_classes()
+        self._order.clear()
         if self._host is not None:
             self._host.clear()
         self._copies.clear()
@@ -474,8 +471,7 @@ class PrefixCache:
             self._host.check_invariants(self._device.names(), resident)
         if self._fronts is not None:
             self._fronts.check_invariants(self._device.holds_hash)
-        self._retained.check_invariants()
-        assert self._retained.names() <= self._device.names()
+        self._order.check_invariants()
         assert self._computing.keys() <= self._running.keys()
 
     # Inside: looking
@@ -538,53 +534,18 @@ class PrefixCache:
     # Inside: changing
 
     def _pass_time(self, now: float) -> None:
-        """Marks whose time is over end; their idle blocks become ordinary ones, as if just used."""
         self._now = max(self._now, now)
-        if not len(self._retained):
-            return
-        copies = [block for name in self._retained.expire(self._now) for block in self._device.copies_of(name)]
-        if not copies:
-            return
-        blocks = np.array(copies, dtype=np.int32)
-        idle = blocks[(self._pool.references[blocks] == 0) & (self._pool.class_of[blocks] >= _RETAINED)]
-        self._pool.withdraw(idle)
-        self._queue_kept(idle)
-
-    def _queue_kept(self, idle: BlockIds) -> None:
-        """Idle blocks that hold something wait at the end of their class, the first of ``idle`` to go first."""
-        slru = self.policy == "slru"
-        if not idle.size:
-            return
-        if len(self._retained):
-            names = self._device.names_of(idle)
-            priorities = [None if name is None else self._retained.priority_of(name) for name in names]
-            classes = np.array([-1 if p is None else _RETAINED + p for p in priorities], dtype=np.int16)
-            ordinary = classes < 0
-            classes[ordinary] = self._was_hit[idle[ordinary]] if slru else _ORDINARY
-            for queue_class in np.unique(classes).tolist():
-                self._pool.queue_back(idle[classes == queue_class], queue_class, self._now)
-        else:
-            was_hit = self._was_hit[idle]
-            if slru and was_hit.any():
-                self._pool.queue_back(idle[~was_hit], _ORDINARY, self._now)
-                self._pool.queue_back(idle[was_hit], _PROTECTED, self._now)
-            else:
-                self._pool.queue_back(idle, _ORDINARY, self._now)
-        excess = self._pool.num_idle_in(_PROTECTED) - int(PROTECTED_SHARE * self.num_blocks)
-        if excess > 0:
-            self._pool.shift(_PROTECTED, _ORDINARY, excess)
+        self._order.pass_time(self._now)
 
     def _take(self, count: int, culprit: RequestId) -> list[int]:
         """The next ``count`` idle blocks; what they cached is evicted, to the host tier where there is one."""
         taken: list[int] = []
         leaving: list[_Leaving] = []
         for blocks, idle_since_s in self._pool.take(count):
-            self._was_hit[blocks] = False
             if self._fronts is not None:
                 self._fronts.discard(blocks)
             gone, names = self._device.take_out(blocks)
-            if len(self._retained):
-                _exhaust(map(self._retained.forget, names))
+            self._order.forget(blocks, names)
             if names:
                 leaving.append((gone, names, idle_since_s))
             taken += blocks.tolist()
@@ -621,7 +582,7 @@ class PrefixCache:
             sources, targets = gone[fresh].tolist(), demotion.targets.tolist()
             self._copies.append(BlockCopies(sources, targets, size, Tier.DEVICE, Tier.HOST))
             # They go from the ends of chains on: backwards, each follows the one before it.
-            self._events += _runs_in_order(keys[fresh[::-1]], parent_keys[fresh[::-1]], Tier.HOST)
+            self._events += stored_runs(keys[fresh[::-1]], parent_keys[fresh[::-1]], Tier.HOST)
         self.stats.num_demoted_blocks += len(names) - num_refused
         left = stretches(idle_since_s[:num_refused])
         homeless = [(gone[start:end], names[start:end], since_s) for start, end, since_s in left]
@@ -650,17 +611,9 @@ class PrefixCache:
                 self._fronts.add(chain, depth, running.block_ids[depth])
         if all(is_first):
             self._events.append(Stored(parent, keys))
-            return
-        run: Stored | None = None
-        for key, first in zip(keys, is_first, strict=True):
-            if not first:
-                run = None
-            elif run is None:
-                run = Stored(parent, array("Q", [key]))
-                self._events.append(run)
-            else:
-                run.keys.append(key)
-            parent = key
+        else:
+            parents = np.array([parent, *keys[:-1]], dtype=np.uint64)
+            self._events += stored_runs(np.frombuffer(keys, dtype=np.uint64)[is_first], parents[is_first])
 
     def _count(
         self,
@@ -711,16 +664,3 @@ def _front_end(known: Container[BlockHash], hashes: Sequence[BlockHash], start: 
         else:
             end = middle
     return start
-
-
-def _runs_in_order(keys: Keys, parent_keys: Keys, tier: Tier) -> list[Stored]:
-    """Blocks, each after the one it follows, as runs: of neighbours that follow one another."""
-    borders = [0, *(np.flatnonzero(parent_keys[1:] != keys[:-1]) + 1).tolist(), keys.size]
-    return [
-        Stored(int(parent_keys[start]), array("Q", keys[start:end].tobytes()), tier)
-        for start, end in itertools.pairwise(borders)
-    ]
-
-
-def _exhaust(calls: map[Any]) -> None:
-    deque(calls, maxlen=0)

@@ -22,7 +22,7 @@ MAX_TTL_S = 3600.0
 
 @dataclass(frozen=True, slots=True)
 class Retention:
-    """Keep the blocks of the first ``num_tokens`` tokens for ``ttl_s`` after each use (NAMES: 5 minutes or 1 hour).
+    """Keep the blocks of the first ``num_tokens`` tokens for ``ttl_s`` after each use.
 
     Of retained blocks, those of a higher ``priority`` (0 to 100) go later.
     Raises ``ValueError`` for values out of range.

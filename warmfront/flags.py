@@ -16,7 +16,7 @@ from typing import Any
 import click
 
 from cache.block_hash import ALGORITHMS
-from cache.prefix_cache import EVICTION_POLICIES
+from cache.eviction import EVICTION_POLICIES
 from router.config import RouterConfig
 from router.policy import POLICIES
 from warmfront.files import read_secret

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from cache.adapter import is_adapter_name
 from cache.block_hash import ALGORITHMS
-from cache.prefix_cache import EVICTION_POLICIES, EvictionPolicy
+from cache.eviction import EVICTION_POLICIES, EvictionPolicy
 from common.redis_url import RedisUrlError, parse_redis_url
 from common.tls import TlsError, TlsFiles
 from common.worker_token import tokens_of

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from typing import TypeAlias
 
 from cache.block_hash import HashScheme, extra_keys
-from cache.prefix_cache import PROTECTED_SHARE
+from cache.eviction import PROTECTED_SHARE
 from cache.retention import Retention, RetentionBudget
 
 Prefix: TypeAlias = tuple[str | None, tuple[int, ...]]

@@ -14,7 +14,8 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule, run_stat
 
 from cache.block_hash import HashScheme
 from cache.events import Cleared, Event, EventBatch, Malformed, RemovalReason, Removed, Snapshot, Stored, Tier
-from cache.prefix_cache import EvictionPolicy, PrefixCache
+from cache.eviction import EvictionPolicy
+from cache.prefix_cache import PrefixCache
 from cache.prefix_index import Depths, Outcome, PrefixIndex
 from tests.cache.support import chain
 
