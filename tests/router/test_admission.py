@@ -18,6 +18,8 @@ from tests.router.test_grpc import GENERATE, token_request
 from tests.router.test_hang import TOKEN as REAL_TOKEN
 from tests.router.test_hang import real_worker
 
+REPLICA = "x-warmfront-replica"
+
 
 def completion(name: str, length: int = 100, **more: Any) -> dict[str, Any]:
     """A prompt of ``length`` tokens that shares no block with those of other names."""
@@ -300,6 +302,42 @@ async def test_a_replica_that_others_keep_busy_is_full_by_its_lease_for_every_ro
     assert len(cluster.router.dispatcher.queue) == 1
     worker.running -= 5
     assert (await crowd.end())[0].status_code == 200
+
+
+@pytest.mark.parametrize("is_begun", [False, True])
+async def test_a_request_that_failed_is_tried_again_before_all_that_wait_though_every_replica_is_full(
+    cluster: Cluster, is_begun: bool
+) -> None:
+    """It has had its turn. A second wait might cost it its deadline, and a stream that has begun its reader."""
+    for name in ("w0", "w1"):
+        await cluster.add_worker(name)
+    router = await cluster.add_router(replica_requests=1)
+    home = cluster.workers[(await cluster.http.post("/v1/completions", json=completion("x"))).headers[REPLICA]]
+    (other,) = [worker for worker in cluster.workers.values() if worker is not home]
+    await until(cluster.index_is_true)
+    home_gate, gate = await close_gate(home), await close_gate(other)
+    crowd = Crowd(cluster)
+    failing = await crowd.send("x", max_tokens=8)
+    await crowd.send("runs there")
+    await until(lambda: len(home.requests) == 2 and len(other.requests) == 1)
+    for number in range(3):
+        await crowd.send(f"waits{number}")
+    assert len(router.dispatcher.queue) == 3
+    if is_begun:
+        home.faults.cut_after_tokens = 4
+    else:
+        home.spec.max_queue = 0
+    home.faults.gate = asyncio.Event()  # nobody else gets through there
+    home_gate.set()
+    await until(lambda: len(other.requests) == 2)
+    assert other.requests[1].num_prior_output_tokens == (4 if is_begun else 0)
+    assert router.fleet.loads.of(other.spec.replica).in_flight == 2
+    gate.set()
+    assert (await failing).status_code == 200
+    home.faults.cut_after_tokens, home.spec.max_queue = None, 1000
+    home.faults.gate.set()
+    assert {one.status_code for one in await crowd.end()} == {200}
+    assert cluster.load == router.dispatcher.queue.num_in_flight == 0
 
 
 async def test_a_front_that_many_wait_for_makes_a_replica_no_fuller_than_it_is(cluster: Cluster) -> None:

@@ -116,6 +116,20 @@ def test_who_leaves_in_debt_pays_when_it_comes_back() -> None:
     assert abs(tokens["bursts"] - tokens["steady"]) <= 1100
 
 
+def test_of_tenants_that_come_and_go_no_more_is_kept_than_of_the_last_4096() -> None:
+    one = queue(quantum_tokens=100)
+    one.add(asked("stays", cost=100))
+    for number in range(10_000):
+        waiting = asked(f"t{number}", cost=10_000)
+        one.add(waiting)
+        one.serve(waiting, waiting.cost)
+        assert one.num_tenants == 1
+    assert len(one._classes[0].debts) == 4096
+    one.add(asked("t9999"))
+    one.add(asked("newcomer"))
+    assert [one_.tenant for one_ in served(one, 2)] == ["stays", "newcomer"], "who owes waits until it has paid"
+
+
 def test_who_is_passed_over_keeps_its_turn() -> None:
     """The room that only others can use is theirs; it changes nothing for those who wait for their replica."""
     one = queue(quantum_tokens=100)
