@@ -15,7 +15,7 @@ from ray.actor import exit_actor
 
 from common.logs import configure_logging
 from router.config import RouterConfig
-from router.main import Endpoints, Router
+from router.main import Endpoints, Router, settle_collector
 
 _START_TIMEOUT_S = 60.0
 _STOP_MARGIN_S = 10.0
@@ -82,6 +82,7 @@ class RouterActor:
     async def _serve(self) -> None:
         self._router = Router(self._config)
         self._endpoints = await self._router.start()
+        settle_collector()
         self._has_started.set()
         await self._stop.wait()
         await self._router.drain()

@@ -1,6 +1,7 @@
 """One router: its servers, its view of the fleet, its life from start to drain."""
 
 import asyncio
+import gc
 import logging
 import signal
 import threading
@@ -22,6 +23,7 @@ from router.service import GrpcFront
 log = logging.getLogger(__name__)
 
 _HEALTH_PERIOD_S = 0.25
+_NEW_OBJECTS = 10_000  # some MB
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -114,10 +116,21 @@ class Router:
             await asyncio.sleep(_HEALTH_PERIOD_S)
 
 
+def settle_collector() -> None:
+    """Tell Python's collector of cycles that what is there now stays, and that 700 new objects are no reason to look.
+
+    Requests leave hardly any cycles, and looking for them was a twentieth of what a request costs.
+    """
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(_NEW_OBJECTS)
+
+
 async def serve(config: RouterConfig, stop: asyncio.Event, ready: Callable[[Endpoints], None] | None = None) -> None:
     """Run a router until ``stop`` is set, then drain it. ``ready`` is told once its servers listen."""
     router = Router(config)
     endpoints = await router.start()
+    settle_collector()
     if ready is not None:
         ready(endpoints)
     await stop.wait()
