@@ -4,8 +4,8 @@
 
 grpc    8,000 token ids, answers of 1 and 64 messages, 1 and 32 requests at a time: the router's CPU per request and
         what it adds to the time to first token, beside a pass-through grpc.aio proxy and a direct call
-http    chats of 500 and 32,000 characters: the same beside a plain aiohttp proxy, and beside smg and vllm-router where
-        they are on the PATH (needs aiohttp)
+http    chats of 500 and 32,000 characters: the same beside a plain aiohttp proxy, beside a bridge that asks the worker
+        over gRPC and does nothing else, and beside smg and vllm-router where they are on the PATH (needs aiohttp)
 writes  how late a second small write reaches the client (Nagle's algorithm would hold it for 40 ms)
 events  from a worker's step to the index of each of two routers, at 1,000 batches of events a second; where the
         machine has no time to make so many, that is said and nothing is judged
@@ -324,13 +324,14 @@ async def bench_http(quick: bool) -> None:
 
     rng = random.Random(8)
     with fleet() as one:
-        one.part("worker", one.redis_url, "bench")
+        worker = one.part("worker", one.redis_url, "bench")
         _, router = one.router("router")
         backend = "http://" + one.part("http-backend")
         proxy = "http://" + one.part("http-proxy", backend)
+        bridge = "http://" + one.part("http-bridge", worker)
         peers = list(_peers(one, backend))
         await one.until_ready(router, 1)
-        for url in (backend, proxy, *(url for _, url in peers)):
+        for url in (backend, proxy, bridge, *(url for _, url in peers)):
             await one.until_listens(url.removeprefix("http://"))
         async with ClientSession(connector=TCPConnector(limit=0)) as session:
             for chars, streams, concurrency in (
@@ -369,7 +370,8 @@ async def bench_http(quick: bool) -> None:
                 direct, floor = Side("direct", None, ask(backend, True)), Side("proxy", "http-proxy", ask(proxy, True))
                 mine = [Side("router, known", "router", ask(router, True))]
                 mine += [Side("router, first sight", "router", ask(router, False))]
-                others = [Side(name, name, ask(url, True)) for name, url in peers]
+                others = [Side("bridge", "http-bridge", ask(bridge, True))]
+                others += [Side(name, name, ask(url, True)) for name, url in peers]
                 requests = (200 if streams else 300) if chars == 500 else (60 if streams else 100)
                 sides = (direct, floor, *mine, *others)
                 await take_turns(one, sides, 2 if quick else 5, requests, concurrency)

@@ -1,6 +1,6 @@
 """What `bench/router.py` puts around a router, each in a process of its own: proxies that decide nothing, backends.
 
-python -P bench/router_parts.py grpc-proxy|http-proxy PORT UPSTREAM
+python -P bench/router_parts.py grpc-proxy|http-proxy|http-bridge PORT UPSTREAM
 python -P bench/router_parts.py http-backend PORT
 python -P bench/router_parts.py worker PORT REDIS_URL FLEET
 python -P bench/router_parts.py events REDIS_URL FLEET NAME BATCHES_PER_S
@@ -77,6 +77,43 @@ async def http_proxy(port: str, upstream: str) -> None:
             return answer
 
     await _serve_http(port, pass_on)
+
+
+async def http_bridge(port: str, upstream: str) -> None:
+    """Asks one worker over gRPC for what comes over HTTP: the least that a router between the two can cost in Python.
+
+    It sends 160 token ids that it has at hand, whatever the messages say.
+    """
+    import msgspec
+    from aiohttp import web
+
+    channel = grpc.aio.insecure_channel(upstream)
+    generate: Any = channel.unary_stream("/" + "/".join(GENERATE))
+    token_ids = np.arange(160, dtype="<u4").tobytes()
+
+    async def ask(request: web.Request) -> web.StreamResponse:
+        body = msgspec.json.decode(await request.read())
+        asked = worker_pb2.WorkerGenerateRequest(
+            request_id="bridge", token_ids=token_ids, sampling={"max_tokens": body["max_tokens"]}
+        )
+        call = generate(asked.SerializeToString(), timeout=60)
+        texts = (inference_pb2.GenerateResponse.FromString(data).text async for data in call)
+        head = {"id": "chatcmpl-1", "object": "chat.completion", "created": 1, "model": body["model"]}
+        if not body["stream"]:
+            message = {"role": "assistant", "content": "".join([text async for text in texts])}
+            choice: dict[str, Any] = {"index": 0, "message": message, "finish_reason": "length"}
+            whole = msgspec.json.encode({**head, "choices": [choice]})
+            return web.Response(body=whole, content_type="application/json")
+        answer = web.StreamResponse(headers={"content-type": "text/event-stream"})
+        await answer.prepare(request)
+        async for text in texts:
+            choice = {"index": 0, "delta": {"content": text}, "finish_reason": None}
+            await answer.write(b"data: " + msgspec.json.encode({**head, "choices": [choice]}) + b"\n\n")
+        await answer.write(b"data: [DONE]\n\n")
+        await answer.write_eof()
+        return answer
+
+    await _serve_http(port, ask)
 
 
 async def http_backend(port: str) -> None:
@@ -249,6 +286,7 @@ async def serve_worker(port: str, redis_url: str, fleet: str) -> None:
 PARTS = {
     "grpc-proxy": grpc_proxy,
     "http-proxy": http_proxy,
+    "http-bridge": http_bridge,
     "http-backend": http_backend,
     "worker": serve_worker,
     "events": make_events,
