@@ -40,7 +40,8 @@ from worker.replica import Loaded, Progress, Replica
 from worker.reporter import ContractMismatchError, FencedError, RegistryError, Reporter
 from worker.request import StepReport
 from worker.scheduler import Limits
-from worker.service import WorkerServer, WorkerService
+from worker.server import WorkerServer
+from worker.service import WorkerService
 from worker.step_times import HUNG_AFTER_S
 
 logger = logging.getLogger(__name__)

@@ -8,32 +8,25 @@ message, so a slow reader costs messages and not tokens.
 from __future__ import annotations
 
 import asyncio
-import hmac
 import logging
 import math
-import socket
 import time
 from array import array
-from collections.abc import Awaitable, Callable, Iterable, Sequence
-from typing import Any, NoReturn
+from collections.abc import Callable, Iterable
+from typing import NoReturn
 
 import grpc
-from grpc_health.v1 import health_pb2, health_pb2_grpc
-from grpc_health.v1.health import aio as health_aio
-from warmfront_pb.v1 import common_pb2, inference_pb2, worker_pb2, worker_pb2_grpc
+from warmfront_pb.v1 import common_pb2, worker_pb2, worker_pb2_grpc
 
 from cache.prefix_cache import Explanation
 from common.grpc_text import sendable
-from common.tls import Certificates, grpc_server_credentials
-from common.trace import MAX_METADATA_BYTES, trace_of
+from common.trace import trace_of
 from worker.adapters import (
     AdapterConflictError,
     Adapters,
     AdaptersOffError,
-    LoadedAdapter,
     UnknownAdapterError,
 )
-from worker.batch import TokenLogprobs
 from worker.detokenizer import TokenTable
 from worker.engine import Engine, EngineStoppedError
 from worker.engine_core import CacheInUseError
@@ -41,25 +34,12 @@ from worker.intake import InvalidRequestError, read_request, read_token_ids
 from worker.metrics import WorkerMetrics
 from worker.peft import AdapterError
 from worker.replica import Replica
+from worker.replies import explanation_of, lora_of, message_of, trailing_metadata, usage_of
 from worker.request import Ending, Failure, Piece, Request
 from worker.scheduler import QueueFullError
+from worker.server import Context
 
 logger = logging.getLogger(__name__)
-
-MAX_MESSAGE_BYTES = 64 << 20  # 16 M token ids; a large tokenizer.json on the way out
-MAX_OUTPUT_KEYS = 512  # trailing metadata must stay under gRPC's 8 KiB
-
-SERVER_OPTIONS = (
-    ("grpc.so_reuseport", 0),  # two workers on one port would answer each other's requests
-    ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
-    ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
-    ("grpc.max_metadata_size", MAX_METADATA_BYTES),
-    ("grpc.keepalive_time_ms", 20_000),
-    ("grpc.keepalive_timeout_ms", 10_000),
-    ("grpc.keepalive_permit_without_calls", 1),
-    ("grpc.http2.min_ping_interval_without_data_ms", 5_000),
-    ("grpc.http2.max_ping_strikes", 0),
-)
 
 
 class NotReadyError(Exception):
@@ -102,7 +82,6 @@ def status_of(error: Exception) -> grpc.StatusCode:
     return _FAILURE_STATUS[error.failure] if isinstance(error, RequestFailedError) else _STATUS[type(error)]
 
 
-Context = grpc.aio.ServicerContext[Any, Any]
 _EXPECTED: tuple[type[Exception], ...] = (*_STATUS, RequestFailedError)
 
 
@@ -189,7 +168,7 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
         except _EXPECTED as error:
             await _abort(context, error)
         logger.info("lora=%s version=%s loaded from path=%r", message.name, loaded.adapter.version[:12], message.path)
-        return worker_pb2.LoadWorkerLoraResponse(lora=_lora(loaded), was_loaded=was_loaded)
+        return worker_pb2.LoadWorkerLoraResponse(lora=lora_of(loaded), was_loaded=was_loaded)
 
     async def UnloadLora(  # noqa: N802
         self, message: worker_pb2.UnloadWorkerLoraRequest, context: Context
@@ -200,7 +179,7 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
         except _EXPECTED as error:
             await _abort(context, error)
         logger.info("lora=%s version=%s unloaded", message.name, loaded.adapter.version[:12])
-        return worker_pb2.UnloadWorkerLoraResponse(lora=_lora(loaded), running=num_running)
+        return worker_pb2.UnloadWorkerLoraResponse(lora=lora_of(loaded), running=num_running)
 
     def _open_adapters(self) -> Adapters:
         if self._adapters is None or self._replica.state not in (common_pb2.WARMING, common_pb2.READY):
@@ -224,7 +203,7 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
                 found = await asyncio.wrap_future(self._engine.explain_cache(token_ids, adapter, salt))
         except _EXPECTED as error:
             await _abort(context, error)
-        return _explanation(found, time.monotonic())
+        return explanation_of(found, time.monotonic())
 
     def cut(self, detail: str) -> None:
         """End every request that is being answered: the engine will not."""
@@ -247,7 +226,7 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
         hit_rates = self._metrics.hit_rates(time.monotonic())
         lease = self._replica.lease(self._engine.snapshot(), hit_rates, heartbeat)
         lease.load.hung_s = self._engine.hung_s()
-        lease.loras.extend(map(_lora, self._adapters.listed))
+        lease.loras.extend(map(lora_of, self._adapters.listed))
         return lease
 
     def _accept(self, message: worker_pb2.WorkerGenerateRequest, context: Context) -> tuple[Engine, Request]:
@@ -281,9 +260,9 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
                 if not mailbox.pieces:
                     await mailbox.wait()
                     continue
-                messages = [_message(piece, self._table) for piece in mailbox.take()]
+                messages = [message_of(piece, self._table) for piece in mailbox.take()]
                 if mailbox.ending is not None and mailbox.ending.failure is None:
-                    messages[-1].usage.CopyFrom(_usage(request, mailbox.ending))
+                    messages[-1].usage.CopyFrom(usage_of(request, mailbox.ending))
                 for message in messages:
                     await context.write(message)
         finally:
@@ -330,139 +309,3 @@ class Mailbox:
         """Until something is put."""
         await self._news.wait()
         self._news.clear()
-
-
-def trailing_metadata(ending: Ending) -> tuple[tuple[str, str | bytes], ...]:
-    """What a router learns when a request that got blocks ends; nothing for one that never did."""
-    if ending.num_cached_tokens is None:
-        return ()
-    entries: list[tuple[str, str | bytes]] = [
-        ("wf-cached-tokens", str(ending.num_cached_tokens)),
-        ("wf-event-seq", str(ending.last_event_seq)),
-    ]
-    if ending.output_keys:
-        keys = ending.output_keys[:MAX_OUTPUT_KEYS]
-        entries.append(("wf-output-keys-bin", b"".join(key.to_bytes(8, "little") for key in keys)))
-    return tuple(entries)
-
-
-def _usage(request: Request, ending: Ending) -> inference_pb2.Usage:
-    prompt_tokens = len(request.token_ids) - request.num_prior_output_tokens
-    return inference_pb2.Usage(
-        prompt_tokens=prompt_tokens,
-        completion_tokens=ending.num_output_tokens,
-        cached_tokens=min(ending.num_cached_tokens or 0, prompt_tokens),
-    )
-
-
-def _explanation(found: Explanation, now: float) -> common_pb2.CacheExplanation:
-    explanation = common_pb2.CacheExplanation(
-        reason=found.reason, cached_tokens=found.num_matched_tokens, coming_tokens=found.num_pending_tokens
-    )
-    if (eviction := found.eviction) is not None:
-        explanation.evicted_ago_s = max(0.0, now - eviction.time_s)
-        explanation.idle_s = eviction.idle_s
-        explanation.removal_reason = eviction.reason.name.lower()
-        explanation.evicted_for = str(eviction.culprit).rsplit("#", 1)[0]  # a choice's id
-    return explanation
-
-
-def _message(piece: Piece, table: TokenTable) -> inference_pb2.GenerateResponse:
-    message = inference_pb2.GenerateResponse(
-        index=piece.index,
-        token_ids=b"".join([token_id.to_bytes(4, "little") for token_id in piece.token_ids]),
-        text=piece.text,
-        finish_reason=piece.finish_reason,
-        stop_reason=piece.stop_reason,
-    )
-    if piece.logprobs:
-        message.logprobs.extend(_logprobs(one, table) for one in piece.logprobs)
-    if piece.prompt_logprobs:
-        message.prompt_logprobs.extend(_logprobs(one, table) for one in piece.prompt_logprobs)
-    return message
-
-
-def _lora(loaded: LoadedAdapter) -> common_pb2.LoadedLora:
-    return common_pb2.LoadedLora(name=loaded.adapter.name, version=loaded.adapter.version, rank=loaded.rank)
-
-
-def _logprobs(one: TokenLogprobs, table: TokenTable) -> inference_pb2.Logprobs:
-    return inference_pb2.Logprobs(
-        token_id=one.token_id,
-        logprob=one.logprob,
-        text=table.text_of(one.token_id),
-        utf8=table.bytes_of(one.token_id),
-        top=[
-            inference_pb2.TopLogprob(
-                token_id=token_id, logprob=logprob, text=table.text_of(token_id), utf8=table.bytes_of(token_id)
-            )
-            for token_id, logprob in one.top
-        ],
-    )
-
-
-class TokenGuard(grpc.aio.ServerInterceptor):
-    """Lets in who knows one of the fleet's tokens, and anybody who asks for health."""
-
-    def __init__(self, tokens: Sequence[str]) -> None:
-        self._known = [f"Bearer {token}".encode() for token in tokens]
-
-        async def refuse(request: Any, context: Context) -> None:
-            await context.abort(
-                grpc.StatusCode.UNAUTHENTICATED, "authorization is missing or wrong: send Bearer and the worker token"
-            )
-
-        self._refuse: grpc.RpcMethodHandler[Any, Any] = grpc.unary_unary_rpc_method_handler(refuse)
-
-    async def intercept_service(
-        self,
-        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[grpc.RpcMethodHandler[Any, Any] | None]],
-        handler_call_details: grpc.HandlerCallDetails,
-    ) -> grpc.RpcMethodHandler[Any, Any] | None:
-        """Pass on or refuse one call."""
-        if handler_call_details.method.startswith("/grpc.health.v1.Health/"):
-            return await continuation(handler_call_details)
-        given = dict(handler_call_details.invocation_metadata).get("authorization", "")
-        shown = given.encode() if isinstance(given, str) else given
-        if not sum(hmac.compare_digest(shown, known) for known in self._known):  # none cuts it short
-            return self._refuse
-        return await continuation(handler_call_details)
-
-
-class WorkerServer:
-    """The listening server with the service and its health."""
-
-    def __init__(self, service: WorkerService, tokens: Sequence[str]) -> None:
-        self._server = grpc.aio.server(interceptors=[TokenGuard(tokens)] if tokens else [], options=SERVER_OPTIONS)
-        self._health = health_aio.HealthServicer()
-        worker_pb2_grpc.add_WorkerServicer_to_server(service, self._server)
-        health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
-
-    async def start(self, host: str, port: int, certificates: Certificates | None = None) -> int:
-        """Listen, with TLS where there are certificates; the port. Raises ``OSError`` when that is not possible."""
-        await self.set_serving(False)
-        try:
-            if port:  # gRPC writes a page of its own about a taken port
-                family = socket.AF_INET6 if ":" in host else socket.AF_INET
-                with socket.create_server((host, port), family=family):
-                    pass
-            address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
-            if certificates is None:
-                bound = self._server.add_insecure_port(address)
-            else:
-                bound = self._server.add_secure_port(address, grpc_server_credentials(certificates))
-        except (OSError, RuntimeError) as error:
-            reason = error.strerror if isinstance(error, OSError) else error
-            raise OSError(f"cannot listen on {host}:{port}: {reason}") from error
-        await self._server.start()
-        return bound
-
-    async def set_serving(self, serving: bool) -> None:
-        """What the standard health service answers, for the server and for the Worker service."""
-        status = health_pb2.HealthCheckResponse.SERVING if serving else health_pb2.HealthCheckResponse.NOT_SERVING
-        for name in ("", "warmfront.v1.Worker"):
-            await self._health.set(name, status)
-
-    async def stop(self, grace_s: float) -> None:
-        """Refuse new calls, give running ones ``grace_s`` seconds, then cut them."""
-        await self._server.stop(grace_s)

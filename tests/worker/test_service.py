@@ -15,8 +15,9 @@ from cache.block_hash import HashScheme
 from tests.fakes.runner import FakeRunner
 from tests.worker.served import Client, Reply, config_for, serve, unpacked
 from worker.batch import SequenceSlice, TokenLogprobs
+from worker.replies import MAX_OUTPUT_KEYS, trailing_metadata
 from worker.request import Ending, Piece
-from worker.service import MAX_OUTPUT_KEYS, Mailbox, trailing_metadata
+from worker.service import Mailbox
 
 PROMPT = [100 + index for index in range(40)]
 
