@@ -117,6 +117,7 @@ class Dispatcher:
         return Work(
             request_id=request_id,
             call=call,
+            token_ids=packed,
             num_tokens=num_tokens,
             timeout_s=limit_s if timeout_s is None else min(timeout_s, limit_s),
             arrived_s=arrived_s,
@@ -137,7 +138,7 @@ class Dispatcher:
             lora_version=adapter.version if adapter is not None else "",
         )
         num_tokens = len(packed) // 4
-        keys = await self._keys(call)
+        keys = await self._keys(packed, call)
         now = time.monotonic()
         caches, passed_over = self._eligible.find(call, {}, now)
         decision = None
@@ -195,7 +196,7 @@ class Dispatcher:
         Close the iterator to give up: the replica is told at once. Raises ``RouterError``.
         """
         deadline_s = work.arrived_s + work.timeout_s
-        keys = await self._keys(work.call)
+        keys = await self._keys(work.token_ids, work.call)
         self._metrics.prompt_tokens.inc(work.num_tokens)
         may_move = self._config.continue_streams and _can_move(work.call.sampling)
         delivered: list[bytes] = []
@@ -234,7 +235,7 @@ class Dispatcher:
             if not may_move or route.was_continued or failure.status in CLIENT_STATUSES:
                 raise _broken_off(failure, replica)
             work = _continued(work, delivered)
-            keys = await self._keys(work.call)
+            keys = await self._keys(work.token_ids, work.call)
             route.was_continued = True
             self._metrics.failovers.inc()
 
@@ -267,7 +268,7 @@ class Dispatcher:
                 route.record.ttft_s = route.first_token_s
             self._metrics.ttft_seconds.observe(route.first_token_s)
 
-    async def _keys(self, call: worker_pb2.WorkerGenerateRequest) -> array[int]:
+    async def _keys(self, token_ids: bytes, call: worker_pb2.WorkerGenerateRequest) -> array[int]:
         """Index keys of the prompt's full blocks; hashed here and nowhere else in the router."""
         chains = self._fleet.chains
         if chains is None or not any(cache.prefix_caching for cache in self._fleet.ready_caches.values()):
@@ -275,7 +276,7 @@ class Dispatcher:
         if call.sampling.HasField("prompt_logprobs"):
             return array("Q")  # each of its prompt tokens is computed, whatever is cached
         keys, num_hashed = array("Q"), chains.num_hashed_blocks
-        for part in chains.parts(call.token_ids, call.cache_salt, adapter_of(call)):
+        for part in chains.parts(token_ids, call.cache_salt, adapter_of(call)):
             keys += part
             if len(part) == chains.blocks_at_once and chains.num_hashed_blocks > num_hashed:
                 await asyncio.sleep(0)  # a long prompt at first sight: others have their turn in between
@@ -387,7 +388,7 @@ class Dispatcher:
                     route.record.missing_key = keys[num_cached]
             self._metrics.prediction_error_tokens.observe(route.matched_tokens - cached_tokens)
         if (scheme := self._fleet.scheme) is not None:
-            self._fleet.hot.served(work.call, keys, scheme.block_size, cached_tokens)
+            self._fleet.hot.served(work, keys, scheme.block_size, cached_tokens)
 
     async def _before_retry(
         self, work: Work, failure: WorkerError, route: Route, excluded: Mapping[str, Absence], deadline_s: float
@@ -416,9 +417,9 @@ def _continued(work: Work, delivered: list[bytes]) -> Work:
     output = b"".join(inference_pb2.GenerateResponse.FromString(message).token_ids for message in delivered)
     call = worker_pb2.WorkerGenerateRequest()
     call.CopyFrom(work.call)
-    call.token_ids += output
+    token_ids = call.token_ids = work.token_ids + output
     call.num_prior_output_tokens = len(output) // 4
-    return replace(work, call=call, num_tokens=len(call.token_ids) // 4)
+    return replace(work, call=call, token_ids=token_ids, num_tokens=len(token_ids) // 4)
 
 
 def _is_whole(last_message: bytes) -> bool:

@@ -17,7 +17,7 @@ from typing import Any
 
 import redis.asyncio as redis_asyncio
 from redis.exceptions import RedisError
-from warmfront_pb.v1 import common_pb2, worker_pb2
+from warmfront_pb.v1 import common_pb2
 
 from cache.adapter import Adapter
 from cache.hot import MAX_PREFIXES, MAX_TOKENS, HotPrefix, HotTable, by_value, encode_hot
@@ -26,6 +26,7 @@ from common.redis_keys import FleetKeys, is_wrong_type, remove_wrong_types
 from router.config import RouterConfig
 from router.lora import adapter_of
 from router.metrics import RouterMetrics
+from router.request import Work
 
 log = logging.getLogger(__name__)
 
@@ -49,16 +50,15 @@ class HotPrefixes:
         self._is_stopped = False
         self._warming: dict[str, str] = {}  # replica -> the generation that was seen to be WARMING
 
-    def served(
-        self, call: worker_pb2.WorkerGenerateRequest, keys: array[int], block_size: int, num_cached: int | None
-    ) -> None:
+    def served(self, work: Work, keys: array[int], block_size: int, num_cached: int | None) -> None:
         """A request has ended, and its replica says how many tokens of the prompt it did not compute."""
+        call = work.call
         if not num_cached or not self._config.hot or (call.cache_salt and not self._config.hot_salted):
             return
         adapter = adapter_of(call)
         lora = "" if adapter is None else str(adapter)
         self.table.credit(
-            keys, call.token_ids, num_cached, block_size, time.monotonic(), lora=lora, cache_salt=call.cache_salt
+            keys, work.token_ids, num_cached, block_size, time.monotonic(), lora=lora, cache_salt=call.cache_salt
         )
 
     def follow(self, lease: common_pb2.ReplicaLease, index: PrefixIndex) -> None:

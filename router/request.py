@@ -34,6 +34,7 @@ class Work:
 
     request_id: str
     call: worker_pb2.WorkerGenerateRequest  # complete but for the generation
+    token_ids: bytes  # the call's: a message copies them each time it is asked
     num_tokens: int  # of the prompt
     arrived_s: float  # on the monotonic clock
     timeout_s: float  # from there
