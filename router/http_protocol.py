@@ -50,11 +50,12 @@ class GuardedProtocol(HttpToolsProtocol):
         """Bytes of a client."""
         self._unset_keepalive_if_required()
         try:
-            self.parser.feed_data(data)
-        except httptools.HttpParserUpgrade as upgrade:
-            self._stay(data[upgrade.args[0] :])
-            return
-        except httptools.HttpParserError:
+            try:
+                self.parser.feed_data(data)
+            except httptools.HttpParserUpgrade as upgrade:
+                head, self.parser = self._head_without_upgrade(), httptools.HttpRequestParser(self)
+                self.parser.feed_data(head + data[upgrade.args[0] :])
+        except (httptools.HttpParserError, httptools.HttpParserUpgrade):  # the latter: CONNECT, or two in one go
             self.logger.warning("a client sent what is no HTTP")
             self.send_400_response("what came is no HTTP/1.1 request")
             return
@@ -64,21 +65,16 @@ class GuardedProtocol(HttpToolsProtocol):
                 self.transport.write(_TOO_LARGE)
                 self.transport.close()
 
-    def _stay(self, rest: bytes) -> None:
-        """The parser has stopped behind the head of a request that offers an upgrade: it reads it again, without."""
-        method, version = self.parser.get_method(), self.parser.get_http_version().encode()
-        if method == b"CONNECT":
-            self.send_400_response("CONNECT is not supported")
-            return
-        head = [method, b" ", self.url, b" HTTP/", version, b"\r\n"]
+    def _head_without_upgrade(self) -> bytes:
+        """Of the request behind whose head the parser has stopped, because it offers an upgrade."""
+        head = [self.parser.get_method(), b" ", self.url, b" HTTP/", self.parser.get_http_version().encode(), b"\r\n"]
         for name, value in self.headers:
             if name == b"connection":
                 kept = [one for one in value.lower().split(b",") if one.strip() not in (b"upgrade", b"http2-settings")]
                 value = b",".join(kept)
             if name != b"upgrade":
                 head += [name, b": ", value, b"\r\n"]
-        self.parser = httptools.HttpRequestParser(self)  # one that ends with this request takes no more
-        self.data_received(b"".join([*head, b"\r\n", rest]))
+        return b"".join([*head, b"\r\n"])
 
     def on_message_begin(self) -> None:
         """The first byte of a request."""

@@ -22,7 +22,8 @@ from router.words import MAX_WORDS, WordCache, are_words_exact, text_of, words_o
 
 # Below so many characters a thread costs more than the encoding itself (2 us per character at worst).
 _INLINE_CHARS = 1_000
-_MAX_NEWS = 64
+_CHARS_AT_ONCE = 4_000  # 1 ms at worst
+_MAX_NEWS = 64  # words of a part of a text that are mostly new
 _MAX_CACHED_BYTES = 64 << 20
 _ENTRY_BYTES = 300  # of Python's own per cached piece
 
@@ -86,7 +87,14 @@ class SegmentedEncoder:
     async def _encode_all(self, pieces: list[str]) -> list[bytes]:
         if self._words is None:
             return await self._encode_each(pieces)
-        return [await self._encode_words(self._words, piece) for piece in pieces]
+        encoded, num_chars = [], 0
+        for piece in pieces:
+            if num_chars > _CHARS_AT_ONCE:
+                await asyncio.sleep(0)  # many pieces: others have their turn in between
+                num_chars = 0
+            encoded.append(await self._encode_words(self._words, piece))
+            num_chars += len(piece)
+        return encoded
 
     async def _encode_words(self, cache: WordCache, text: str) -> bytes:
         parts: list[bytes] = []

@@ -14,7 +14,7 @@ from typing import Any
 
 _CUT = re.compile(r" (?<=[\w!-~] )(?=\S)")
 _CHARS_AT_ONCE = 16_384  # half a millisecond
-MAX_WORDS = 1 << 16  # 8 MB
+MAX_WORDS = 1 << 16  # 9 MB of usual ones
 _MAX_WORD_CHARS = 48
 
 _CONTRACTIONS = "'s|'t|'re|'ve|'m|'ll|'d"

@@ -424,10 +424,11 @@ async def test_requests_of_one_connection_are_answered_in_their_order(two: Clust
     [
         (b"GET /v1/models HTTP/1.1\r\nx: " + b"a" * 70_000, b"HTTP/1.1 431 "),
         (b"CONNECT example.org:443 HTTP/1.1\r\nhost: x\r\n\r\n", b"HTTP/1.1 400 "),
+        (b"GET / HTTP/1.1\r\n" + UPGRADE + b"\r\n" + b"GET / HTTP/1.1\r\n" + UPGRADE + b"\r\n", b"HTTP/1.1 400 "),
         (b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n", b"HTTP/1.1 400 "),
         (b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03", b"HTTP/1.1 400 "),
     ],
-    ids=["endless", "connect", "http2", "tls"],
+    ids=["endless", "connect", "upgrades", "http2", "tls"],
 )
 async def test_what_is_no_request_is_answered_and_ends_its_connection(two: Cluster, sent: bytes, answer: bytes) -> None:
     address = urlsplit(two.endpoints[0].http)

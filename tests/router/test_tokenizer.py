@@ -158,6 +158,20 @@ async def test_texts_that_are_encoded_at_once_do_not_disturb_each_other() -> Non
     encoder.close()
 
 
+@pytest.mark.parametrize(
+    "text", ["<s>what was never seen {} before" * 3_000, "word {} " * 30_000], ids=["pieces", "words"]
+)
+async def test_others_have_their_turn_while_much_is_encoded(text: str) -> None:
+    encoder = SegmentedEncoder(cut_by(WORD_PATTERNS[0]).to_str())
+    encoding = asyncio.create_task(encoder.encode(text.format(*range(30_000))))
+    turns = 0
+    while not encoding.done():
+        await asyncio.sleep(0)
+        turns += 1
+    assert turns >= 10
+    encoder.close()
+
+
 def test_the_word_cache_starts_afresh_when_it_is_full() -> None:
     cache = WordCache(max_words=64)
     for start in range(0, 1000, 10):
