@@ -267,11 +267,13 @@ class BlockChain:
 
 def pack_keys(hashes: Sequence[BlockHash]) -> array[int]:
     """The index keys of hashes of one scheme, packed."""
-    if not hashes:
-        return array("Q")
-    words = np.frombuffer(b"".join(hashes), dtype=">u8")
-    per_hash = words.size // len(hashes)
-    return array("Q", words[per_hash - 1 :: per_hash].astype(np.uint64).tobytes())
+    return keys_of(b"".join(hashes), len(hashes[0])) if hashes else array("Q")
+
+
+def keys_of(hashes: bytes, hash_bytes: int) -> array[int]:
+    """The same of hashes that are joined already, of so many bytes each."""
+    per_hash = hash_bytes // 8
+    return array("Q", np.frombuffer(hashes, dtype=">u8")[per_hash - 1 :: per_hash].astype(np.uint64).tobytes())
 
 
 def num_token_ids(token_ids: TokenIds) -> int:

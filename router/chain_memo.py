@@ -16,7 +16,7 @@ from typing import NamedTuple, TypeAlias
 import numpy as np
 
 from cache.adapter import Adapter
-from cache.block_hash import BlockHash, HashScheme, extra_keys, pack_keys
+from cache.block_hash import BlockHash, HashScheme, extra_keys, keys_of
 
 _MAX_BYTES = 64 << 20  # about 9 million tokens in long runs of 16-token blocks
 _RUN_BYTES = 800  # of Python's own per run
@@ -82,7 +82,8 @@ class ChainMemo:
         extra = extra_keys(len(token_ids) // 4, self._scheme.block_size, lora=adapter, cache_salt=salt)
         hashes = self._scheme.block_hashes(token_ids, extra, parent)
         self.num_hashed_blocks += len(hashes)
-        run = self._runs[name] = _Run(token_ids, b"".join(hashes), pack_keys(hashes))
+        joined = b"".join(hashes)
+        run = self._runs[name] = _Run(token_ids, joined, keys_of(joined, len(parent)))
         self.num_bytes += run.num_bytes
         while self.num_bytes > self._max_bytes:
             self.num_bytes -= self._runs.popitem(last=False)[1].num_bytes

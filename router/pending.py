@@ -30,15 +30,14 @@ class Piece:
 class PendingBlocks:
     """Of one replica. What was added stays until that very piece is removed, whoever else added the same."""
 
-    __slots__ = ("_num_blocks", "_pieces")
+    __slots__ = ("_pieces", "num_blocks")
 
     def __init__(self) -> None:
         self._pieces: dict[int, dict[Piece, int]] = {}  # marked key -> the pieces that have it, and where
-        self._num_blocks = 0
+        self.num_blocks = 0  # one that several requests will leave counts for each
 
     def __len__(self) -> int:
-        """Blocks; one that several requests will leave counts for each."""
-        return self._num_blocks
+        return self.num_blocks
 
     def add(self, keys: Sequence[int], are_chained: bool = True) -> Piece:
         """These will be there; ``remove`` takes what this returns. ``are_chained``: each follows the one before it."""
@@ -59,7 +58,7 @@ class PendingBlocks:
                 pieces[key] = {piece: position}
             else:
                 found[piece] = position
-        self._num_blocks += len(packed)
+        self.num_blocks += len(packed)
         return piece
 
     def remove(self, piece: Piece) -> None:
@@ -69,7 +68,7 @@ class PendingBlocks:
             found = pieces.get(key := piece.keys[position])
             if found is not None and found.pop(piece, None) is not None and not found:
                 del pieces[key]
-        self._num_blocks -= len(piece.keys)
+        self.num_blocks -= len(piece.keys)
 
     def depth(self, keys: array[int], depth: int) -> int:
         """How many leading blocks of ``keys`` there are with those from block ``depth`` on that are pending."""

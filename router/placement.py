@@ -176,7 +176,7 @@ class Placement:
             cache, load = caches[name], loads.of(name)
             speed, pending, waiting_requests = load.speed, load.pending, load.waiting_requests
             on_device, held = reported.get(name, _NOTHING)
-            num_pending = len(pending)
+            num_pending = pending.num_blocks
             depth = depths[name] = pending.depth(keys, held) if num_pending else held
             matched = min(depth, most) if cache.prefix_caching else 0
             free_blocks = cache.kv_blocks - num_blocks(name) - num_pending
