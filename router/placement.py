@@ -178,7 +178,7 @@ class Placement:
             on_device, held = reported.get(name, _NOTHING)
             num_pending = pending.num_blocks
             depth = depths[name] = pending.depth(keys, held) if num_pending else held
-            matched = min(depth, most) if cache.prefix_caching else 0
+            matched = (depth if depth < most else most) if cache.prefix_caching else 0
             free_blocks = cache.kv_blocks - num_blocks(name) - num_pending
             host_token_cost = USUAL_HOST_TOKEN_COST
             if cache.host_kv_blocks:  # what leaves the device is lost only when host memory is full too
