@@ -13,6 +13,7 @@ from router.worker_client import WorkerError
 
 _DRAIN_TIMEOUT_S = 5.0
 _RESET_TIMEOUT_S = 5.0
+_FAILING = "the last call to it from this router failed: it gets one at a time until one succeeds"
 _OUTCOMES = {"FAILED_PRECONDITION": "busy", "UNAVAILABLE": "unreachable", "DEADLINE_EXCEEDED": "unreachable"}
 
 
@@ -92,7 +93,9 @@ class Admin:
             restarts=member.replica.restarts,
         )
         hung = self._fleet.hung.get(member.replica.id)
-        one.lease.fault = member.replica.fault or (hung.detail if hung else "") or member.fault or one.lease.fault
+        failing = _FAILING if member.breaker.is_troubled else ""
+        fault = member.replica.fault or (hung.detail if hung else "") or member.fault or one.lease.fault
+        one.lease.fault = fault or failing
         return one
 
 

@@ -165,12 +165,20 @@ async def test_a_hung_replica_costs_one_lease_and_no_answer(two: Cluster) -> Non
     assert two.load == 0
 
 
+async def faults(cluster: Cluster) -> dict[str, str]:
+    """What the router says against each replica."""
+    listed = (await cluster.http.get("/v1/replicas")).json()["replicas"]
+    return {one["id"]: one["fault"] for one in listed}
+
+
 async def test_an_open_breaker_keeps_requests_away_and_closes_again(two: Cluster) -> None:
     bad = two.workers["w0"]
     bad.faults.statuses = [grpc.StatusCode.UNAVAILABLE] * 100
     for number in range(12):
         await answer(two, prompt=f"{number} " * 30)
     assert len(bad.requests) < 6
+    told = await faults(two)
+    assert ("the last call to it from this router failed" in told["w0"], told["w1"]) == (True, "")
     bad.faults.statuses = []
     seen = len(bad.requests)
     number = 100
@@ -179,6 +187,7 @@ async def test_an_open_breaker_keeps_requests_away_and_closes_again(two: Cluster
         assert number < 2000
         await answer(two, prompt=f"{number} " * 30)
         await asyncio.sleep(0.01)
+    assert await faults(two) == {"w0": "", "w1": ""}
 
 
 @contextmanager
