@@ -6,6 +6,7 @@ processes must agree on (model, block size, hash scheme, dtypes, mode, longest c
 
 from __future__ import annotations
 
+import ipaddress
 import re
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -154,6 +155,8 @@ class WorkerConfig:
             raise ConfigError(f"--metrics-port {self.metrics_port} is not between 0 and 65535")
         if self.worker_token is not None and min(map(len, tokens_of(self.worker_token)), default=0) < 8:
             raise ConfigError("--worker-token-file: a token is shorter than 8 characters")
+        if self.advertise and not _is_reachable(self.advertise):
+            raise ConfigError(f"--advertise {self.advertise}: write HOST, HOST:PORT, an IPv6 address or [IPv6]:PORT")
         if self.listen not in LOOPBACK_HOSTS:
             if not self.insecure_listen and self.tls_cert is None:
                 raise ConfigError(
@@ -264,3 +267,16 @@ class WorkerConfig:
                 f"--max-num-batched-tokens {budget} is below --max-num-seqs {self.max_num_seqs}: "
                 "a step must have room for one token of each"
             )
+
+
+def _is_reachable(advertised: str) -> bool:
+    """Whether it names a host, and a port where it has one. Only an IPv6 address with a port stands in brackets."""
+    found = re.fullmatch(r"([\w.-]+|\[[^]]+\]):(\d{1,5})", advertised)
+    host, port = (found[1], int(found[2])) if found else (advertised, 1)
+    if not 0 < port < 1 << 16:
+        return False
+    try:
+        ipaddress.IPv6Address(host.strip("[]") if found else host)
+    except ValueError:
+        return re.fullmatch(r"[\w.-]+", host) is not None
+    return True

@@ -61,3 +61,16 @@ def test_secrets_stay_out_of_the_repr() -> None:
 def test_a_worker_may_be_reached_from_outside_with_token_and_consent() -> None:
     given = config(listen="0.0.0.0", insecure_listen=True, worker_token="long enough", advertise="worker-0")
     assert given.advertise == "worker-0"
+
+
+@pytest.mark.parametrize(
+    "where", ["worker-0", "worker-0.pods:8001", "10.0.0.7", "10.0.0.7:1", "fd00::7", "[fd00::7]:65535"]
+)
+def test_routers_may_be_told_a_host_an_address_and_a_port(where: str) -> None:
+    assert config(advertise=where).advertise == where
+
+
+@pytest.mark.parametrize("where", [":::", "a:99999", "a:0", "[fd00::7]", "[a]:1", "a:b", "http://a:1", "a b", "a:1:2"])
+def test_an_address_that_no_router_could_call_is_refused(where: str) -> None:
+    with pytest.raises(ConfigError, match="--advertise"):
+        config(advertise=where)
