@@ -27,6 +27,11 @@ from router.service import EXPLAIN_HEADER, hint_of
 log = logging.getLogger(__name__)
 
 _DONE = b"data: [DONE]\n\n"
+_STREAM_HEADERS = (
+    (b"content-type", b"text/event-stream; charset=utf-8"),
+    (b"cache-control", b"no-cache"),
+    (b"x-accel-buffering", b"no"),  # nginx would hold events back
+)
 
 
 class Answer:
@@ -190,8 +195,7 @@ class Answer:
 
     async def _begin_events(self) -> None:
         self._has_begun = True
-        headers = [("content-type", "text/event-stream; charset=utf-8"), ("cache-control", "no-cache")]
-        raw = [(name.encode(), value.encode("latin-1")) for name, value in (*headers, *self._headers())]
+        raw = [*_STREAM_HEADERS, *((name.encode(), value.encode("latin-1")) for name, value in self._headers())]
         await self._send({"type": "http.response.start", "status": 200, "headers": raw})
 
     async def _send_events(self, index: int, message: inference_pb2.GenerateResponse) -> None:

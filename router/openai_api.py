@@ -168,6 +168,8 @@ def decode(data: bytes, kind: type[_T]) -> _T:
 
 def parse(body: bytes, kind: type[Body]) -> Body:
     """The body as an object. Raises ``InvalidRequestError`` naming the field."""
+    if not body:
+        raise InvalidRequestError("the body is empty: send a JSON object")
     try:
         body.decode()  # what is kept raw is not looked at below
         return decode(body, kind)

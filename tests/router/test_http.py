@@ -51,6 +51,8 @@ async def test_a_stream_ends_with_done_and_tells_usage_when_asked(two: Cluster) 
     body = {**CHAT, "stream": True, "stream_options": {"include_usage": True}}
     async with two.http.stream("POST", "/v1/chat/completions", json=body) as response:
         assert response.status_code == 200
+        assert response.headers["content-type"] == "text/event-stream; charset=utf-8"
+        assert response.headers["x-accel-buffering"] == "no"
         lines = [line.removeprefix("data: ") async for line in response.aiter_lines() if line]
     assert lines[-1] == "[DONE]"
     chunks = [json.loads(line) for line in lines[:-1]]
@@ -121,6 +123,7 @@ COMPLETION: dict[str, Any] = {"model": "simulated", "prompt": "once upon a time"
 
 
 BAD_BODIES: list[tuple[str, Any, int, str]] = [
+    ("chat/completions", b"", 400, "the body is empty"),
     ("chat/completions", b"{", 400, "not valid JSON"),
     ("chat/completions", b'{"model": "\xff"}', 400, "UTF-8"),
     ("chat/completions", b"[]", 400, "object"),
