@@ -175,13 +175,13 @@ def fill(config: type[Config], params: Mapping[str, Any], **more: Any) -> Config
         raise WrongUse(str(error)) from error
 
 
-def warn_of_typed_password(ctx: click.Context, param: str = "redis") -> None:
+def warn_of_typed_password(ctx: click.Context) -> None:
     """Says so when a Redis password stands among the arguments, which every user of this machine can list."""
-    typed = ctx.get_parameter_source(param) is ParameterSource.COMMANDLINE
-    if typed and ctx.params.get(param) and mask_url(ctx.params[param]) != ctx.params[param]:
+    typed = ctx.get_parameter_source("redis") is ParameterSource.COMMANDLINE
+    if typed and ctx.params.get("redis") and mask_url(ctx.params["redis"]) != ctx.params["redis"]:
         click.echo(
             "warmfront: every user of this machine can read the password in --redis: "
-            f"use --redis-password-file or {BY_PARAM[param].env}",
+            f"use --redis-password-file or {BY_PARAM['redis'].env}",
             err=True,
         )
 

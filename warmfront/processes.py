@@ -34,6 +34,7 @@ from warmfront.store import die_with_parent
 HEALTHY_AFTER_S = 60.0
 LONGEST_BACKOFF_S = 30.0
 _HEALTH_DEADLINE_S = 3.0
+_TAIL_BYTES = 8192
 
 
 def backoff_s(failures: int) -> float:
@@ -287,11 +288,11 @@ def _send(child: _Child, number: signal.Signals) -> None:
             child.process.send_signal(number)
 
 
-def tail(log: Path, num_bytes: int = 8192) -> str:
+def tail(log: Path) -> str:
     """The end of a log; empty where there is none."""
     try:
         with log.open("rb") as file:
-            file.seek(max(0, file.seek(0, os.SEEK_END) - num_bytes))
+            file.seek(max(0, file.seek(0, os.SEEK_END) - _TAIL_BYTES))
             return file.read().decode("utf-8", "replace")
     except OSError:
         return ""

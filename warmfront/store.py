@@ -22,6 +22,7 @@ from warmfront.errors import Failure, WrongUse
 from warmfront.run_dir import write_private
 from warmfront.values import mask_url
 
+_START_S = 10.0
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 _libc = ctypes.CDLL(None, use_errno=True)
 
@@ -31,16 +32,16 @@ def die_with_parent() -> None:
     _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
 
 
-def free_port(host: str = "127.0.0.1") -> int:
-    """A port that nobody listens on right now."""
+def free_port() -> int:
+    """A port of 127.0.0.1 that nobody listens on right now."""
     with socket.socket() as probe:
-        probe.bind((host, 0))
+        probe.bind(("127.0.0.1", 0))
         port: int = probe.getsockname()[1]
         return port
 
 
-def lasting_port(host: str = "127.0.0.1") -> int:
-    """A free port that can be had again after its server has died.
+def lasting_port() -> int:
+    """A free port of 127.0.0.1 that can be had again after its server has died.
 
     Not one of those that outgoing connections are given (Linux: from 32768 on): a client that tries such a port again
     and again while nobody listens will one day be given it as its own, be connected to itself, and hold it.
@@ -48,7 +49,7 @@ def lasting_port(host: str = "127.0.0.1") -> int:
     while True:
         port = random.randrange(16_384, 32_768)
         with socket.socket() as probe, contextlib.suppress(OSError):
-            probe.bind((host, port))
+            probe.bind(("127.0.0.1", port))
             return port
 
 
@@ -122,8 +123,8 @@ class EmbeddedValkey:
                 preexec_fn=die_with_parent,
             )
 
-    def _wait_ready(self, timeout_s: float = 10.0) -> bool:
-        deadline = time.monotonic() + timeout_s
+    def _wait_ready(self) -> bool:
+        deadline = time.monotonic() + _START_S
         while self.is_running() and time.monotonic() < deadline:
             with contextlib.suppress(redis.RedisError), redis.Redis.from_url(self.url, socket_timeout=1) as client:
                 client.ping()

@@ -88,9 +88,7 @@ def read_token_ids(packed: bytes, card: ModelCard) -> array[int]:
         raise InvalidRequestError("token_ids is empty: a prompt has at least one token")
     if len(packed) % 4:
         raise InvalidRequestError(f"token_ids has {len(packed)} bytes: send 4 per token, little-endian")
-    token_ids = array("i", packed)
-    if sys.byteorder == "big":
-        token_ids.byteswap()
+    token_ids = unpacked(packed)
     if len(token_ids) >= card.max_model_len:
         raise InvalidRequestError(
             f"token_ids has {len(token_ids)} tokens: this model takes {card.max_model_len} for prompt and answer "
@@ -98,6 +96,14 @@ def read_token_ids(packed: bytes, card: ModelCard) -> array[int]:
         )
     if min(token_ids) < 0 or max(token_ids) >= card.vocab_size:
         _in_vocabulary("token_ids", [token_id & 0xFFFFFFFF for token_id in token_ids], card.vocab_size)
+    return token_ids
+
+
+def unpacked(packed: bytes) -> array[int]:
+    """Token ids, typecode "i", from the form in which they are sent: 4 bytes each, little-endian."""
+    token_ids = array("i", packed)
+    if sys.byteorder == "big":
+        token_ids.byteswap()
     return token_ids
 
 

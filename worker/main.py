@@ -53,18 +53,11 @@ _CUT_GRACE_S = 2.0  # for what was cut at the drain deadline to hear of it
 Loader: TypeAlias = Callable[[WorkerConfig, Progress], Loaded]
 
 
-def run_worker(config: WorkerConfig, ready: Callable[[str], None] | None = None) -> int:
-    """Run a worker until SIGTERM, SIGINT, a drain call or a fault; the exit code.
-
-    ``ready`` gets the address (host:port) once it is READY.
-    """
-    return run_workers([config], ready)
-
-
 def run_workers(configs: Sequence[WorkerConfig], ready: Callable[[str], None] | None = None) -> int:
-    """Run several replicas in this process, each with its own port, lease and engine; the worst of their exit codes.
+    """Run until SIGTERM, SIGINT, a drain call or a fault; the exit code, of several the worst.
 
-    For engines that take no device: simulated ones.
+    ``ready`` gets the address (host:port) of each once it is READY. Several replicas in one process, each with its own
+    port, lease and engine, are for engines that take no device: simulated ones.
     """
     configure_logging(as_json=configs[0].log_json, level=configs[0].log_level)
     return asyncio.run(_run(configs, ready))

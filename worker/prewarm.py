@@ -9,8 +9,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import sys
-from array import array
 from collections.abc import Awaitable, Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,6 +26,7 @@ from common.redis_keys import FleetKeys
 from worker.adapters import Adapters, UnknownAdapterError
 from worker.batch import SamplingParams
 from worker.engine import Engine
+from worker.intake import unpacked
 from worker.request import Ending, Piece, Request
 
 logger = logging.getLogger(__name__)
@@ -144,7 +143,7 @@ def make_plan(
     vocab_size: int,
     adapters: Collection[str] = (),
 ) -> tuple[list[Ranked], float]:
-    """What this worker can compute of them, dearest first, and what all that concern it would save.
+    """What this worker can compute of them, the most valuable first, and what all that concern it would save.
 
     Those of adapters other than ``adapters``, the identities of the loaded ones, do not: their requests do not come
     here. What holds ids beyond the vocabulary is left out. Ends are cut to this worker's whole blocks.
@@ -337,12 +336,9 @@ class Prewarm:
 
 
 def _request(prefix: HotPrefix, adapter: Adapter | None) -> Request:
-    token_ids = array("i", prefix.token_ids)
-    if sys.byteorder == "big":
-        token_ids.byteswap()
     return Request(
         id="prewarm",
-        token_ids=token_ids,
+        token_ids=unpacked(prefix.token_ids),
         sampling=SamplingParams(temperature=0.0),
         max_tokens=1,
         ignore_eos=True,

@@ -317,12 +317,12 @@ async def test_workers_that_share_a_setting_take_the_first_metrics_port_that_is_
 PROGRAM = """
 import sys
 from worker.config import WorkerConfig
-from worker.main import run_worker
+from worker.main import run_workers
 from worker.simulated import BYTES
 
 given = {"redis_url": sys.argv[1], "fleet": sys.argv[2], "engine": "simulated", "model": BYTES}
 config = WorkerConfig(replica_id="w0", lease_s=2.0, **given)
-sys.exit(run_worker(config, lambda address: print(address, flush=True)))
+sys.exit(run_workers([config], lambda address: print(address, flush=True)))
 """
 
 
