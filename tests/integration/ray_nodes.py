@@ -15,7 +15,8 @@ from pathlib import Path
 
 import psutil
 
-from tests.integration.cluster import ROOT, free_port, wait_until
+from tests.integration.cluster import ROOT, wait_until
+from tests.support import free_port
 
 
 class RayNodes:

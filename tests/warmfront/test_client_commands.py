@@ -9,13 +9,13 @@ import pytest
 from rich.console import Console
 
 from tests.fakes.http_router import FakeRouter, explanation, replica
+from tests.support import free_port
 from tests.warmfront.conftest import Cli
 from warmfront.client import Answer, Client
 from warmfront.compare import COLUMNS, Row, read_prompts, uncached_cluster, verdict
 from warmfront.errors import WrongUse
 from warmfront.explain import cache_text, decision_table, decisions_table
 from warmfront.status import render
-from warmfront.store import free_port
 
 
 def test_generate_prints_the_text_and_nothing_else(cli: Cli, router: FakeRouter, tmp_path: Path) -> None:

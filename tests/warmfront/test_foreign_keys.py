@@ -16,10 +16,8 @@ from redis.exceptions import ResponseError
 
 from router.config import RouterConfig
 from router.main import Router
-from tests.warmfront.test_prewarm_fleet import store, worker_of
+from tests.warmfront.test_prewarm_fleet import worker_of
 from worker.main import Worker
-
-__all__ = ["store"]
 
 GUARD_S = 60.0
 

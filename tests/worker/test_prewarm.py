@@ -19,8 +19,8 @@ from warmfront_pb.v1 import common_pb2
 
 from cache.hot import HotPrefix, Ranked, by_value, encode_hot, saved_tokens
 from tests.fakes.runner import FakeRunner, fake_loader
-from tests.worker.conftest import free_port
-from tests.worker.served import Client, config_for, packed, serve
+from tests.support import free_port, packed
+from tests.worker.served import Client, config_for, serve
 from tests.worker.test_adapters import write as write_adapter
 from worker.adapters import read_files
 from worker.config import WorkerConfig

@@ -20,7 +20,7 @@ from warmfront_pb.v1 import common_pb2
 from cache.block_hash import HashScheme
 from cache.events import EventBatch, Removed, Snapshot, Stored, decode_batch, decode_snapshot
 from cache.prefix_cache import PrefixCache
-from tests.worker.conftest import free_port
+from tests.support import free_port
 from worker.replica import new_generation
 from worker.reporter import ContractMismatchError, FencedError, RegistryError, Reporter, contract_differences
 
