@@ -175,10 +175,16 @@ class Placement:
         for name in names:
             cache, load = caches[name], loads.of(name)
             speed, pending, waiting_requests = load.speed, load.pending, load.waiting_requests
-            on_device, held = reported.get(name, _NOTHING)
             num_pending = pending.num_blocks
-            depth = depths[name] = pending.depth(keys, held) if num_pending else held
-            matched = (depth if depth < most else most) if cache.prefix_caching else 0
+            matched = pending_tokens = host_tokens = depth = 0
+            if num_pending or name in reported:
+                on_device, held = reported.get(name, _NOTHING)
+                depth = pending.depth(keys, held) if num_pending else held
+                if cache.prefix_caching:
+                    matched = depth if depth < most else most
+                    pending_tokens = (matched - held) * block_size if matched > held else 0
+                    host_tokens = (min(matched, held) - on_device) * block_size if matched > on_device < held else 0
+            depths[name] = depth
             free_blocks = cache.kv_blocks - num_blocks(name) - num_pending
             host_token_cost = USUAL_HOST_TOKEN_COST
             if cache.host_kv_blocks:  # what leaves the device is lost only when host memory is full too
@@ -189,8 +195,8 @@ class Placement:
                 Candidate(
                     name,
                     matched * block_size,
-                    (matched - held) * block_size if matched > held else 0,
-                    (min(matched, held) - on_device) * block_size if matched > on_device < held else 0,
+                    pending_tokens,
+                    host_tokens,
                     host_token_cost,
                     load.waiting_tokens + load.foreign_tokens + load.held_tokens,
                     waiting_requests + load.held_requests,
@@ -214,9 +220,12 @@ class Placement:
         holders: Iterable[str] = reported
         if len(reported) > _NUM_HOLDERS:
             holders = heapq.nlargest(_NUM_HOLDERS, reported, key=lambda name: reported[name].total)
-        short.update((name, None) for name in holders if name in caches)
-        if keys:
-            short.update((name, None) for name in self._recent.get(keys[0], ()) if name in caches)
+        for name in holders:
+            if name in caches:
+                short[name] = None
+        for name in self._recent.get(keys[0], ()) if keys else ():
+            if name in caches:
+                short[name] = None
         return short
 
     def _remember(self, first_key: int, replica: str) -> None:

@@ -132,37 +132,36 @@ def marginal_costs(
     mean_age = sum(ages) / len(ages) if ages else 0.0
     # Idle replicas of about one speed count as equally fast: what was learned last must not send all of a light load
     # to one of them.
-    fastest_idle = max((c.speed for c in candidates if not c.waiting_requests), default=0.0)
+    fastest_idle = max([c.speed for c in candidates if not c.waiting_requests], default=0.0)
     costs = []
     for c in candidates:
-        speed = c.speed
-        if not c.waiting_requests and speed * _SPEED_NOISE >= fastest_idle:
+        speed, waiting_requests, matched_tokens = c.speed, c.waiting_requests, c.matched_tokens
+        if not waiting_requests and speed * _SPEED_NOISE >= fastest_idle:
             speed = fastest_idle
-        miss_s = c.work_tokens(num_tokens) / speed
+        new_tokens = num_tokens - matched_tokens  # what comes back from host memory leaves a place there
+        miss_s = (c.work_tokens(num_tokens) if c.host_tokens else new_tokens) / speed
         wait_s = c.waiting_tokens / speed - c.since_progress_s if c.waiting_tokens else 0.0
         if wait_s < 0.0:
             wait_s = 0.0
+        before_answers_s = wait_s + (own_weight + waiting_requests) * miss_s
         displaced_s = 0.0
-        new_tokens = num_tokens - c.matched_tokens  # what comes back from host memory leaves a place there
         if new_tokens > c.free_tokens:
             ratio = mean_age / c.lru_age_s if c.lru_age_s > 0 else 1.0
             displaced_s = (new_tokens - c.free_tokens) / speed * min(_MAX_AGE_RATIO, ratio)
-        before_answers_s = wait_s + (own_weight + c.waiting_requests) * miss_s + displacement_weight * displaced_s
-        num_answers = c.in_flight - c.waiting_requests
+            before_answers_s += displacement_weight * displaced_s
+        num_answers = c.in_flight - waiting_requests
         answers_s = answer_weight * num_answers * miss_s if num_answers > 0 else 0.0
-        delayed_s = c.waiting_requests * miss_s + answers_s
-        total_s = before_answers_s + answers_s
         costs.append(
             Cost(
                 c.replica,
-                c.matched_tokens,
+                matched_tokens,
                 c.pending_tokens,
                 wait_s,
                 miss_s,
-                delayed_s,
+                waiting_requests * miss_s + answers_s,
                 displaced_s,
                 before_answers_s,
-                total_s,
+                before_answers_s + answers_s,
             )
         )
     return costs
@@ -251,7 +250,7 @@ def _decide(
     best = min(scores)
     tied = [c for c, score in zip(candidates, scores, strict=True) if score == best]
     if len(tied) > 1:
-        fewest = min(c.in_flight for c in tied)
+        fewest = min([c.in_flight for c in tied])
         tied = [c for c in tied if c.in_flight == fewest]
     return _take(candidates, tied[0] if len(tied) == 1 else rng.choice(tied), costs, scores)
 
@@ -262,7 +261,7 @@ def _take(
     costs: list[Cost] | None = None,
     scores: list[float] | None = None,
 ) -> Decision:
-    return Decision(chosen, "", costs or [], max(c.matched_tokens for c in candidates), scores or [])
+    return Decision(chosen, "", costs or [], max([c.matched_tokens for c in candidates]), scores or [])
 
 
 def _fewest_in_flight(candidates: Sequence[Candidate]) -> Candidate:
