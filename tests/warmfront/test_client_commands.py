@@ -210,7 +210,13 @@ def test_the_cluster_that_compare_starts_takes_no_port_of_the_first_one(temp_roo
     with socket.socket() as first:
         first.bind(("127.0.0.1", 0))
         first.listen()
-        settings = {"engine": "simulated", "kv_blocks": 100, "metrics_port": first.getsockname()[1], "listen": "::1"}
+        settings = {
+            "engine": "simulated",
+            "model": "bytes",
+            "kv_blocks": 100,
+            "metrics_port": first.getsockname()[1],
+            "listen": "::1",
+        }
         with uncached_cluster(settings) as client:
             assert client.is_ready()
             assert "127.0.0.1" in client.url
