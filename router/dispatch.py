@@ -15,7 +15,7 @@ import logging
 import random
 import time
 from array import array
-from collections.abc import AsyncGenerator, Mapping
+from collections.abc import AsyncGenerator, Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -190,13 +190,18 @@ class Dispatcher:
             *(time.monotonic() - work.arrived_s, route.trace.suffix),
         )
 
-    async def generate(self, work: Work, route: Route) -> AsyncGenerator[bytes, None]:
+    async def generate(
+        self, work: Work, route: Route, forget: Callable[[], None] | None = None
+    ) -> AsyncGenerator[bytes, None]:
         """The answer's serialised GenerateResponse messages, as the replica sent them.
 
-        Close the iterator to give up: the replica is told at once. Raises ``RouterError``.
+        Close the iterator to give up: the replica is told at once. ``forget``, where its messages are kept back until
+        the last: drops them, so that an answer that breaks off and cannot go on begins anew, once. Raises
+        ``RouterError``.
         """
         deadline_s = work.arrived_s + work.timeout_s
-        keys = await self._keys(work.token_ids, work.call)
+        keys = all_keys = await self._keys(work.token_ids, work.call)
+        whole_work = work
         self._metrics.prompt_tokens.inc(work.num_tokens)
         may_move = self._config.continue_streams and _can_move(work.call.sampling)
         delivered: list[bytes] = []
@@ -211,10 +216,12 @@ class Dispatcher:
                     if not attempt.has_begun:
                         now = time.monotonic()
                         attempt.begin(now)
-                        attempt.may_leave = may_move and not route.was_continued
+                        attempt.may_leave = (may_move and not route.was_continued) or forget is not None
                         self._first_token(work, route, now)
-                    if may_move or not delivered:
+                    if may_move:
                         delivered.append(message)
+                    else:
+                        delivered = [message]
                     yield message
                 self._finished(work, route, keys, await attempt.finish())
                 return
@@ -232,11 +239,17 @@ class Dispatcher:
                 continue
             if _is_whole(delivered[-1]):
                 return  # it died between the last message and the status
-            if not may_move or route.was_continued or failure.status in CLIENT_STATUSES:
+            if failure.status in CLIENT_STATUSES:
                 raise _broken_off(failure, replica)
-            work = _continued(work, delivered)
-            keys = await self._keys(work.token_ids, work.call)
-            route.was_continued = True
+            if may_move and not route.was_continued:
+                work = _continued(work, delivered)
+                keys = await self._keys(work.token_ids, work.call)
+                route.was_continued = True
+            elif forget is not None:
+                forget()
+                work, keys, delivered, forget = whole_work, all_keys, [], None
+            else:
+                raise _broken_off(failure, replica)
             self._metrics.failovers.inc()
 
     def _failed(self, attempt: Attempt, failure: WorkerError, num_messages: int, trace: Trace) -> None:

@@ -7,6 +7,7 @@ import logging
 import time
 from collections.abc import Mapping
 from contextlib import aclosing
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -151,7 +152,8 @@ class Answer:
                 session=self._session,
                 tenant=self._tenant,
             )
-            async with aclosing(dispatcher.generate(work, route)) as messages:
+            forget = None if streams else partial(self._forget, number)
+            async with aclosing(dispatcher.generate(work, route, forget)) as messages:
                 async for data in messages:
                     message = inference_pb2.GenerateResponse.FromString(data)
                     index = message.index + number * self._choices_per_prompt
@@ -172,6 +174,11 @@ class Answer:
             dispatcher.ended(request_id, status, work, route)
 
     # Whole answers
+
+    def _forget(self, number: int) -> None:
+        """What has come of one prompt's choices: they begin anew."""
+        first = number * self._choices_per_prompt
+        self._choices[first : first + self._choices_per_prompt] = [_Choice() for _ in range(self._choices_per_prompt)]
 
     def _whole(self) -> dict[str, Any]:
         items = []

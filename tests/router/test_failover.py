@@ -145,9 +145,27 @@ async def test_what_breaks_inside_the_router_in_mid_stream_ends_in_an_error_even
 async def test_a_stream_of_two_choices_cannot_move_and_says_so(two: Cluster) -> None:
     for worker in two.workers.values():
         worker.faults.cut_after_tokens = 5
+    async with two.http.stream("POST", "/v1/completions", json={**BODY, "n": 2, "stream": True}) as response:
+        lines = [line.removeprefix("data: ") async for line in response.aiter_lines() if line]
+    assert "cannot go on elsewhere" in json.loads(lines[-2])["error"]["message"]
+    assert two.load == 0
+
+
+async def test_a_whole_answer_of_two_choices_begins_anew_elsewhere_once(two: Cluster) -> None:
+    whole = await answer(two, n=2)
+    for worker in two.workers.values():
+        worker.faults.cut_after_tokens = 5
     response = await two.http.post("/v1/completions", json={**BODY, "n": 2})
     assert response.status_code == 503
     assert "cannot go on elsewhere" in response.json()["error"]["message"]
+    for worker in two.workers.values():  # whichever is asked first breaks off, and the other does not
+        worker.faults.cut_after_tokens = 5
+        other = next(one for one in two.workers.values() if one is not worker)
+        other.faults.cut_after_tokens = None
+        anew = await answer(two, n=2)
+        assert [one["text"] for one in anew["choices"]] == [one["text"] for one in whole["choices"]]
+        assert anew["usage"]["completion_tokens"] == whole["usage"]["completion_tokens"] == 40
+    assert two.load == 0
 
 
 async def test_a_hung_replica_costs_one_lease_and_no_answer(two: Cluster) -> None:
