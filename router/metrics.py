@@ -62,7 +62,7 @@ class RouterMetrics:
         )
         self.index_mode = gauge("index_mode", "1 for what the index is now: live, snapshot or local.", ("mode",))
         self.retries = counter("retries", "Requests sent to another replica before a token.", ("reason",))
-        self.failovers = counter("failovers", "Streams continued on another replica.")
+        self.failovers = counter("failovers", "Answers continued, or begun anew, on another replica.")
         self.queue_seconds = histogram(
             "queue_seconds", "For how long requests were held back, those that were.", _TTFT_BUCKETS_S
         )
