@@ -403,7 +403,7 @@ def test_importing_the_engine_needs_neither_ray_nor_redis_nor_gguf() -> None:
     blocked = ["ray", "redis", "cbor2", "gguf", "grpc", "prometheus_client"]
     program = (
         f"import sys; sys.modules.update(dict.fromkeys({blocked!r}))\n"
-        "import worker.engine, worker.model_runner, worker.loading, worker.loading.huggingface, cache.prefix_cache\n"
+        "import worker.engine, worker.model_runner, worker.loading.huggingface, worker.plan, cache.prefix_cache\n"
     )
     root = Path(__file__).parents[2]
     subprocess.run([sys.executable, "-c", program], check=True, cwd=root, env={"PYTHONPATH": f"{root}:{root}/proto"})
