@@ -358,14 +358,14 @@ class _Cluster:
         def on_signal() -> None:
             (self._hurry if self._stop.is_set() else self._stop).set()
 
+        # By no handler of the loop's: to remove one leaves a moment in which the signal kills.
         numbers = _end_signals()
         for number in numbers:
-            loop.add_signal_handler(number, on_signal)
+            signal.signal(number, lambda number, frame: loop.call_soon_threadsafe(on_signal))
         try:
             yield
         finally:
             for number in numbers:
-                loop.remove_signal_handler(number)
                 signal.signal(number, signal.SIG_IGN)  # all has ended but for the run directory
 
     def _state(self) -> tuple[list[dict[str, Any]], dict[str, list[int]]]:
