@@ -214,9 +214,15 @@ def test_what_a_rollout_is_refused_for_leaves_nothing_behind(cli: Cli, told: Tol
 
 def test_text_of_a_setting_stays_text(cli: Cli, told: Told) -> None:
     where = ("--desired", str(told.path), "--no-wait")
-    changes = ("lora-dir=[/a, /b]", "attention=010", "fault=12:30", "kv-blocks=0100", "prewarm=no")
+    changes = ("lora-dir=[/a, /b]", "prewarm-from-fleet=010", "fault=12:30", "kv-blocks=0100", "prewarm=no")
     assert cli("rollout", *where, *(word for change in changes for word in ("--set", change))).exit_code == 0
-    expected = {"lora_dir": ["/a", "/b"], "attention": "010", "fault": "12:30", "kv_blocks": 100, "prewarm": False}
+    expected = {
+        "lora_dir": ["/a", "/b"],
+        "prewarm_from_fleet": "010",
+        "fault": "12:30",
+        "kv_blocks": 100,
+        "prewarm": False,
+    }
     assert {name: told.settings()[name] for name in expected} == expected
 
 

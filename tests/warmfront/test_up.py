@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import contextlib
 import socket
 import sys
 from pathlib import Path
@@ -33,12 +34,19 @@ def test_a_port_in_use_ends_with_2_even_when_its_owner_would_share_it(cli: Cli, 
 
 
 def test_every_metrics_port_is_probed(cli: Cli) -> None:
-    with socket.socket() as owner:
-        owner.bind(("127.0.0.1", 0))
-        owner.listen()
+    with two_ports_in_a_row() as owner:
         port = owner.getsockname()[1]
         result = cli("up", *PORTS, "--routers", "1", "--replicas", "1", "--metrics-port", str(port - 1))
-    assert (result.exit_code, f"--metrics-port {port}" in result.err) == (2, True)
+    assert (result.exit_code, f"--metrics-port {port}" in result.err) == (2, True), result.err
+
+
+def two_ports_in_a_row() -> socket.socket:
+    """Holds a port of which the one before is free."""
+    while True:
+        owner = socket.create_server(("127.0.0.1", 0))
+        with contextlib.suppress(OSError), socket.create_server(("127.0.0.1", owner.getsockname()[1] - 1)):
+            return owner
+        owner.close()
 
 
 def test_a_missing_model_ends_with_2_and_one_line(cli: Cli, tmp_path: Path) -> None:
