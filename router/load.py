@@ -139,9 +139,13 @@ class ReplicaLoad:
         "_actual_s",
         "_busy_since_s",
         "_confirmed_seq",
+        "_done_requests",
+        "_done_tokens",
         "_expected_s",
         "_model",
+        "_turned_s",
         "_unconfirmed",
+        "_waiting",
         "foreign_requests",
         "foreign_tokens",
         "held_requests",
@@ -173,7 +177,11 @@ class ReplicaLoad:
         self.pending = PendingBlocks()
         self._unconfirmed: deque[tuple[int, float, tuple[Piece, ...]]] = deque()
         self._confirmed_seq = 0
+        self._waiting: dict[Ticket, None] = {}  # of this router, the oldest first
         self._busy_since_s = 0.0
+        # Since the replica turned to requests of which none has waited longer than those that are done.
+        self._turned_s = 0.0
+        self._done_requests = self._done_tokens = 0
         self._model = model
         self._actual_s = self._expected_s = 0.0
 
@@ -228,15 +236,33 @@ class ReplicaLoad:
             for piece in waiting.popleft()[2]:
                 self.pending.remove(piece)
 
-    def _learn(self, charged_tokens: int, started_s: float, now: float) -> None:
-        service_s = now - max(started_s, self._busy_since_s)
+    def _turn(self, now: float) -> None:
+        """The replica turns to what waits there from now on: it was idle, or others' requests hide how far it is."""
+        self._busy_since_s = self._turned_s = now
+
+    def _learn(self, ticket: Ticket, charged_tokens: int, now: float) -> None:
+        """A first token.
+
+        A replica computes several prompts side by side, and short ones before the rest of long ones. So requests are
+        counted together until none is left that has waited longer than them: the time until then was for them all.
+        """
         self._busy_since_s = now
-        if charged_tokens <= 0 or service_s <= 0:
-            return
+        self._done_requests += 1
+        self._done_tokens += charged_tokens
         if any(share.waiting_requests for share in self.others.values()):
-            return  # news of another router's first token may be on its way: who knows when the replica turned to us
-        self._model.learn(charged_tokens, service_s)
-        expected_s = self._model.expected_s(charged_tokens)
+            # News of another router's first token may be on its way: who knows when the replica turned to us.
+            self._turned_s = now
+            self._done_requests = self._done_tokens = 0
+            return
+        service_s = now - self._turned_s
+        if next(iter(self._waiting)) is not ticket or service_s <= 0 or self._done_tokens <= 0:
+            return
+        tokens = self._done_tokens / self._done_requests
+        service_s /= self._done_requests
+        self._turned_s = now
+        self._done_requests = self._done_tokens = 0
+        self._model.learn(tokens, service_s)
+        expected_s = self._model.expected_s(tokens)
         if not self._actual_s:
             self._actual_s = self._expected_s = expected_s  # like the others, until experience says otherwise
         self._actual_s += _WEIGHT * (service_s - self._actual_s)
@@ -269,7 +295,6 @@ class Ticket:
         "_number",
         "_open",
         "_piece",
-        "_started_s",
         "_waiting",
     )
 
@@ -283,11 +308,11 @@ class Ticket:
         num_choices: int = 1,
     ) -> None:
         if not load.waiting_requests:
-            load._busy_since_s = now
+            load._turn(now)
+        load._waiting[self] = None
         self._load = load
         self._charged_tokens = miss_tokens
         self._num_choices = num_choices
-        self._started_s = now
         self._waiting = True
         self._open = True
         load.in_flight += num_choices
@@ -301,7 +326,7 @@ class Ticket:
     def first_token(self, now: float) -> None:
         """The prefill is over: nobody waits for it any more."""
         if self._waiting:
-            self._load._learn(self._charged_tokens, self._started_s, now)
+            self._load._learn(self, self._charged_tokens, now)
             self._tell(self._stop_waiting())
 
     def close(self, now: float, event_seq: int | None = None, output_keys: Sequence[int] = ()) -> None:
@@ -325,6 +350,7 @@ class Ticket:
             return NO_SHARE
         self._waiting = False
         self._load.falls()
+        del self._load._waiting[self]
         self._load.waiting_requests -= 1
         self._load.waiting_tokens -= self._charged_tokens
         return Share(0, -1, -self._charged_tokens)
@@ -382,7 +408,7 @@ class LoadBook:
         load.waiting_requests += share.waiting_requests - before.waiting_requests
         load.waiting_tokens += share.waiting_tokens - before.waiting_tokens
         if has_progressed or (load.waiting_requests and not was_waiting):
-            load._busy_since_s = now
+            load._turn(now)
 
     def own_shares(self) -> dict[str, Share]:
         """What this router has in flight, by replica; those with nothing are absent."""

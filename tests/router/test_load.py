@@ -118,6 +118,33 @@ def test_a_replica_that_answers_warm_turns_is_not_thought_slow() -> None:
     assert book.of("warm").speed == pytest.approx(1000, rel=0.02)
 
 
+def test_short_prompts_that_pass_a_long_one_do_not_make_it_look_fast() -> None:
+    book, now = LoadBook(), 0.0
+    for _ in range(100):  # 1,000 tokens/s: the long prompt begins, two short ones go before its end
+        long = book.charge("w0", 800, (), now)
+        for _ in range(2):
+            short = book.charge("w0", 100, (), now + 0.3)
+            now += 0.4
+            short.first_token(now)
+            short.close(now)
+        now += 0.2
+        long.first_token(now)
+        long.close(now)
+        now = serve(book, "w0", 100, 0.1, now)
+    assert book.of("w0").speed == pytest.approx(1000, rel=0.02)
+
+
+def test_prompts_that_are_done_in_one_step_are_counted_together() -> None:
+    book, now = LoadBook(), 0.0
+    for _ in range(200):
+        tickets = [book.charge("w0", 100, (), now) for _ in range(4)]
+        now += 0.4
+        for ticket in tickets:
+            ticket.first_token(now)
+            ticket.close(now)
+    assert book.of("w0").speed == pytest.approx(1000, rel=0.02)
+
+
 def test_a_replica_that_is_slow_is_known_to_be() -> None:
     book, now = LoadBook(), 0.0
     for tokens in (100, 200, 300, 400) * 50:
