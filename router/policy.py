@@ -3,7 +3,7 @@
 The default is the least marginal cost in seconds. A replica's cost is what waits there, my prefill there counted once
 for me and once for each request it delays, and what my blocks push out of its cache::
 
-    cost(r) = wait(r) + (1 + L(r) + 0.3 * answers(r)) * miss(r) + 2 * displaced(r)
+    cost(r) = wait(r) + (1.25 + L(r) + 0.3 * answers(r)) * miss(r) + 2.5 * displaced(r)
 
     miss(r)       prompt tokens not matched / speed(r), and those in host memory alone / how fast they come back
     wait(r)       tokens charged to requests without a first token / speed(r), less the time since r's last progress
@@ -23,7 +23,9 @@ import random
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-DISPLACEMENT_WEIGHT = 2.0  # flat from 1 to 4 in simulation
+# Of my own prefill. More keeps requests where their front lies, for the good of those to come; less evens the work out.
+OWN_WEIGHT = 1.25
+DISPLACEMENT_WEIGHT = 2.5  # flat from 2 to 3 in simulation
 ANSWER_WEIGHT = 0.3  # more makes the work more even and first tokens later
 _MAX_AGE_RATIO = 4.0
 # Of a replica that does not say how fast blocks come back from host memory: a tenth of computing them. That is KV of a
@@ -123,7 +125,7 @@ def marginal_costs(
     num_tokens: int,
     candidates: Sequence[Candidate],
     *,
-    own_weight: float = 1.0,
+    own_weight: float = OWN_WEIGHT,
     answer_weight: float = ANSWER_WEIGHT,
     displacement_weight: float = DISPLACEMENT_WEIGHT,
 ) -> list[Cost]:

@@ -51,7 +51,7 @@ def test_blocks_are_told_by_tier_and_the_cost_by_term() -> None:
     assert (explanation.chosen, explanation.reason) == ("a", "warmest")
     first, second = explanation.replicas
     assert (first.device_blocks, first.host_blocks, first.pending_blocks, first.matched_tokens) == (2, 2, 1, 80)
-    assert (first.wait_s, first.miss_s, first.cost_s, first.predicted_ttft_s) == (0.5, 0.23, 0.96, 0.73)
+    assert (first.wait_s, first.miss_s, first.cost_s, first.predicted_ttft_s) == (0.5, 0.23, 1.0175, 0.73)
     assert (second.replica, second.reason, second.wait_s) == ("b", "more_expensive", 9)
 
 

@@ -42,8 +42,8 @@ def test_the_cost_is_the_sum_of_its_terms() -> None:
     assert a.wait_s == 500 / 100 - 1.0
     assert a.miss_s == 4.0
     assert a.displaced_s == 300 / 100 * (20 / 10)  # mean age 20 over its own 10
-    assert a.total_s == 4.0 + 3 * 4.0 + 2 * 6.0
-    assert (b.wait_s, b.miss_s, b.displaced_s, b.total_s) == (0, 5.0, 0, 5.0)
+    assert a.total_s == 4.0 + (1.25 + 2) * 4.0 + 2.5 * 6.0
+    assert (b.wait_s, b.miss_s, b.displaced_s, b.total_s) == (0, 5.0, 0, 1.25 * 5.0)
 
 
 def test_what_my_prefill_takes_from_others_counts() -> None:
@@ -51,8 +51,8 @@ def test_what_my_prefill_takes_from_others_counts() -> None:
     (cost,) = marginal_costs(400, [Candidate("a", waiting_requests=2, in_flight=5, speed=100)])
     assert cost.miss_s == 4.0
     assert cost.delayed_s == pytest.approx((2 + 0.3 * 3) * 4.0)
-    assert cost.total_s == pytest.approx(cost.miss_s + cost.delayed_s)
-    assert cost.before_answers_s == pytest.approx((1 + 2) * 4.0)
+    assert cost.total_s == pytest.approx(1.25 * cost.miss_s + cost.delayed_s)
+    assert cost.before_answers_s == pytest.approx((1.25 + 2) * 4.0)
 
 
 def test_answers_that_grow_count_for_less_than_a_prompt_that_waits() -> None:
@@ -313,7 +313,7 @@ def test_in_a_large_fleet_new_prompts_spread() -> None:
 
 
 def test_the_sticky_setting_goes_on_waiting_for_a_holder_where_the_default_takes_a_copy() -> None:
-    holder = Candidate("holder", matched_tokens=90, waiting_tokens=100, waiting_requests=1, speed=100)
+    holder = Candidate("holder", matched_tokens=90, waiting_tokens=110, waiting_requests=1, speed=100)
     idle = Candidate("idle", speed=100)
     assert decide("warmfront", 100, holder, idle).chosen.replica == "idle"
     assert decide("warmfront_sticky", 100, holder, idle).chosen.replica == "holder"
