@@ -206,9 +206,9 @@ class RedisSource:
         return pressure_of(await self.others(self._own_replica))
 
     async def others(self, replica: str) -> list[common_pb2.ReplicaLease]:
-        """The leases of all replicas but one. Raises ``RedisError`` and ``OSError``."""
-        answers = await self._ask_each(self._leases_of)
-        return [lease for leases in answers for lease in leases if lease.replica != replica]
+        """The leases of all replicas but one of the own fleet. Raises ``RedisError`` and ``OSError``."""
+        own, *of_others = await self._ask_each(self._leases_of)
+        return [lease for lease in own if lease.replica != replica] + [lease for one in of_others for lease in one]
 
     async def _leases_of(self, keys: FleetKeys, redis: Any) -> list[common_pb2.ReplicaLease]:
         leases: list[common_pb2.ReplicaLease] = []

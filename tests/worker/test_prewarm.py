@@ -25,7 +25,7 @@ from tests.worker.test_adapters import write as write_adapter
 from worker.adapters import read_files
 from worker.config import WorkerConfig
 from worker.main import EXIT_OK, Worker
-from worker.prewarm import Progress, fill, make_plan, pressure_of
+from worker.prewarm import Progress, RedisSource, fill, make_plan, pressure_of
 
 SYSTEM = list(range(100, 164))  # four blocks
 PROMPT = [*SYSTEM, *range(300, 330)]
@@ -123,6 +123,14 @@ async def test_another_fleet_s_hot_prefixes_are_taken_when_asked(first: WorkerCo
     await write_hot(first)
     async with serve(config) as served:
         assert (await served.client.generate(PROMPT, sampling={"max_tokens": 1})).usage.cached_tokens == len(SYSTEM)
+
+
+async def test_a_replica_of_another_fleet_is_another_whatever_its_name(first: WorkerConfig) -> None:
+    source = RedisSource(first.redis_url, "the-new-one", also_fleet=first.fleet, own_replica=first.replica_id)
+    try:
+        assert (await source.pressure(), len(await source.others(first.replica_id))) == ("", 1)
+    finally:
+        await source.close()
 
 
 @pytest.mark.parametrize("old_is_there", [False, True])
