@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import logging
 import os
 import sys
 from importlib.metadata import version
@@ -10,6 +11,8 @@ from typing import Any
 
 import click
 from click.core import ParameterSource
+
+from warmfront.errors import Served
 
 # gRPC reads it when it is imported, and else writes a line of its own about each client that fails a TLS handshake.
 os.environ.setdefault("GRPC_VERBOSITY", "ERROR")
@@ -68,7 +71,12 @@ def cli() -> None:
 def main(arguments: list[str] | None = None) -> Any:
     """Runs a command and ends the process: 0 done, 1 it failed, 2 wrong use or environment, 3 a deadline passed."""
     try:
-        sys.exit(cli.main(arguments, prog_name="warmfront", standalone_mode=False) or 0)
+        code = cli.main(arguments, prog_name="warmfront", standalone_mode=False) or 0
+        if arguments is None and isinstance(code, Served):  # with arguments somebody else's process has called
+            logging.shutdown()
+            _drop_what_nobody_reads()
+            os._exit(code)
+        sys.exit(code)
     except click.exceptions.NoArgsIsHelpError as error:
         click.echo(error.ctx.get_help() if error.ctx else "", err=True)
         sys.exit(2)

@@ -21,3 +21,11 @@ class DeadlinePassed(Failure):
     """It may still happen, but not within the time that was given."""
 
     exit_code = 3
+
+
+class Served(int):
+    """The exit code of a command that ran servers: its process ends at once.
+
+    Threads of gRPC's and torch's own may still run then. One that comes back to an interpreter that is being taken down
+    is ended in the middle of C++, which aborts the process now and then: another exit code than the one that was meant.
+    """

@@ -10,7 +10,7 @@ from typing import Any
 import click
 
 from router.config import RouterConfig
-from warmfront.errors import WrongUse
+from warmfront.errors import Served, WrongUse
 from warmfront.flags import flags_of
 from warmfront.options import SectionedCommand, fill, shown, source_of, warn_of_typed_password, with_options
 from warmfront.values import Integer
@@ -26,7 +26,7 @@ def router(**params: Any) -> int:
     warn_of_typed_password(click.get_current_context())
     from router.main import run_router
 
-    return run_router(config)
+    return Served(run_router(config))
 
 
 @click.command(cls=SectionedCommand)
@@ -49,7 +49,7 @@ def worker(*, plan: bool, count: int, **params: Any) -> int:
     warn_of_typed_password(click.get_current_context())
     from worker.main import run_workers
 
-    return run_workers(_copies(config, count))
+    return Served(run_workers(_copies(config, count)))
 
 
 @click.group()
