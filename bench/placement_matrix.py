@@ -5,8 +5,9 @@
 A cell is a load, a number of replicas, a cache size and a way to send: a closed loop with 4 requests in flight per
 replica, or an open one at a share of what the fleet sustains. Rules are the router's policies and, for comparison
 alone, five others with the same knowledge: `wait+3miss`; llm-d's scorers (prefix 3, queue 2, KV use 2; llm-d-router,
-default profile) with pending entries; the default without the answers (`1+L`), and that without
-eviction (`b=0`); and (1.5 + 0.5 L) with b = 3. Each runs with 3 seeds of load and ties (--full: 5, and all cells).
+default profile) with pending entries; the default's terms without the answers, with weights of 1 and of 2 for what is
+displaced (`1+L`), and those without eviction (`b=0`); and (1.5 + 0.5 L) with b = 3. Each runs with 3 seeds of load and
+ties (--full: 5, and all cells).
 Prints one JSON line per cell and rule, then one per rule with geometric means of the ratios to the best rule of each
 cell. Cells of the Mooncake trace need that file.
 

@@ -1,7 +1,7 @@
 """Which replica gets a request: plain functions over plain data.
 
-The default is the least marginal cost in seconds. A replica's cost is what waits there, my prefill there counted once
-for me and once for each request it delays, and what my blocks push out of its cache::
+The default is the least marginal cost in seconds. A replica's cost is what waits there, my prefill there counted for
+me, for those to come and for each request it delays, and what my blocks push out of its cache::
 
     cost(r) = wait(r) + (1.25 + L(r) + 0.3 * answers(r)) * miss(r) + 2.5 * displaced(r)
 
@@ -25,7 +25,7 @@ from dataclasses import dataclass, field
 
 # Of my own prefill. More keeps requests where their front lies, for the good of those to come; less evens the work out.
 OWN_WEIGHT = 1.25
-DISPLACEMENT_WEIGHT = 2.5  # flat from 2 to 3 in simulation
+DISPLACEMENT_WEIGHT = 2.5
 ANSWER_WEIGHT = 0.3  # more makes the work more even and first tokens later
 _MAX_AGE_RATIO = 4.0
 # Of a replica that does not say how fast blocks come back from host memory: a tenth of computing them. That is KV of a
