@@ -25,7 +25,7 @@ def redis_url() -> Iterator[str]:
         yield f"redis://127.0.0.1:{server.port}/0"
 
 
-async def until(condition: Callable[[], bool], timeout_s: float = 20.0) -> None:
+async def until(condition: Callable[[], bool], timeout_s: float = 60.0) -> None:
     """Wait for it; the limit is a guard, not a figure."""
     end = time.monotonic() + timeout_s
     while not condition():

@@ -176,7 +176,7 @@ async def test_a_name_with_two_contents_is_listed_twice_and_served_by_the_majori
     listed = (await three.http.get("/v1/lora")).json()["loras"]
     seen = {one["version"]: (one["replicas"], one["served"]) for one in listed}
     assert seen == {version_of("/v1"): (["w1", "w2"], True), version_of("/v2"): (["w0"], False)}
-    answers = [await ask(three, lora="a", prompt=f"{n} " * 40) for n in range(9)]
+    answers = [await ask(three, lora="a", prompt=f"{n} " * 40) for n in range(30)]
     assert {answer.headers["x-warmfront-replica"] for answer in answers} == {"w1", "w2"}
     await three.http.delete("/v1/lora/a?replica=w1")
     told = await load(three, "a", "/v2", replica="w1")

@@ -38,7 +38,7 @@ def test_routers_know_their_own_protocol_and_the_one_before() -> None:
 async def test_requests_go_to_workers_of_both_versions_and_hit_what_they_hold(cluster: Cluster) -> None:
     new, old = await cluster.add_worker("new"), await previous(cluster, "old")
     await cluster.add_router()
-    served = [await complete(cluster, f"{number} {PROMPT}") for number in range(12)]
+    served = [await complete(cluster, f"{number} {PROMPT}") for number in range(24)]
     assert {replica for replica, _ in served} == {"new", "old"}
     await until(cluster.index_is_true)
     for number, (replica, _) in enumerate(served):
@@ -46,7 +46,7 @@ async def test_requests_go_to_workers_of_both_versions_and_hit_what_they_hold(cl
         assert (again, cached > 0) == (replica, True)
     assert old.unknown_fields == []
     assert cluster.load == 0
-    assert len(new.requests) + len(old.requests) == 24
+    assert len(new.requests) + len(old.requests) == 48
 
 
 async def test_a_worker_that_dies_is_stood_in_for_by_one_of_the_other_version(cluster: Cluster) -> None:
