@@ -359,10 +359,15 @@ def main() -> None:
     parser.add_argument("--live", action="store_true", help="the frontier's cell over the wire too")
     options = parser.parse_args()
     rules = options.rules.split(",") if options.rules else list(RULES)
-    cells = [cell for cell in (full_cells() if options.full else default_cells()) if options.cells in cell.name]
+    if unknown := set(rules) - set(RULES):
+        parser.error(f"--rules: there is no {', '.join(sorted(unknown))}: use some of {', '.join(RULES)}")
+    all_cells = full_cells() if options.full else default_cells()
+    cells = [cell for cell in all_cells if options.cells in cell.name]
     if options.mooncake is None:
         print("no --mooncake trace: cells of the conversation trace are left out", file=sys.stderr)
         cells = [cell for cell in cells if cell.load != "conversation"]
+    if not cells:
+        parser.error(f"--cells: no name contains {options.cells!r}: {'; '.join(cell.name for cell in all_cells)}")
     num_seeds = 5 if options.full else 3
     has_frontier = FRONTIER in cells and "warmfront" in rules
     rows: list[dict[str, Any]] = []
