@@ -108,7 +108,7 @@ class PrefixIndex:
     """Which replica holds which blocks, by tier. One thread owns it.
 
     ``max_blocks`` bounds the different blocks known: beyond it the runs unused for longest are forgotten.
-    ``part_blocks`` is how many blocks are taken in or let go of in one part.
+    ``part_blocks`` is how many blocks are taken in or let go of in one part, and sets how fast its table grows.
     """
 
     def __init__(self, max_blocks: int = 16_000_000, part_blocks: int = _PART_BLOCKS) -> None:
@@ -122,7 +122,7 @@ class PrefixIndex:
         self._orphans: dict[int, dict[int, _Run]] = {}
         self._runs: list[_Run | None] = []
         self._free_numbers: list[int] = []
-        self._places = KeyTable()
+        self._places = KeyTable(max(1, part_blocks // 128))
         self._num_host_blocks = 0
         self._tick = 0
 
@@ -192,6 +192,11 @@ class PrefixIndex:
     def has_room(self, num_blocks: int) -> bool:
         """Whether so many more blocks can be taken in without others being forgotten soon."""
         return len(self._places) + num_blocks <= self._roomy
+
+    @property
+    def table_bytes(self) -> int:
+        """Memory of the table of places, which is mapped: tracemalloc does not see it."""
+        return self._places.num_bytes
 
     def num_parentless(self) -> int:
         """Blocks that match nothing since what comes before them was never told. Linear in them."""
