@@ -71,12 +71,12 @@ def cli() -> None:
 def main(arguments: list[str] | None = None) -> Any:
     """Runs a command and ends the process: 0 done, 1 it failed, 2 wrong use or environment, 3 a deadline passed."""
     try:
-        code = cli.main(arguments, prog_name="warmfront", standalone_mode=False) or 0
+        code = cli.main(arguments, prog_name="warmfront", standalone_mode=False)
         if arguments is None and isinstance(code, Served):  # with arguments somebody else's process has called
             logging.shutdown()
             _drop_what_nobody_reads()
             os._exit(code)
-        sys.exit(code)
+        sys.exit(code or 0)
     except click.exceptions.NoArgsIsHelpError as error:
         click.echo(error.ctx.get_help() if error.ctx else "", err=True)
         sys.exit(2)
