@@ -1,18 +1,20 @@
 """OpenAI's request and answer objects, to and from our own messages. Plain data, no network.
 
 A body becomes one ``GenerateRequest`` per prompt. Fields are of four kinds: those that are honoured, those that change
-nothing here and are let through, those that are known and not offered (refused by name), and unknown ones (refused by
-name too: a request that silently loses a field is worse than one that fails).
+nothing here and are let through, those that are known and not offered (``router.not_offered``: refused by name where
+they ask for something), and unknown ones (refused by name too: a request that silently loses a field is worse than one
+that fails).
 """
 
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Literal, TypeVar
 
 import msgspec
-from msgspec import UNSET, Meta, Raw, Struct, UnsetType
+from msgspec import Meta, Raw, Struct
 from warmfront_pb.v1 import inference_pb2
 
 from common.limits import MAX_CHOICES
+from router import not_offered
 from router.errors import InvalidRequestError, UnsupportedError
 from router.segments import pack_ids, unpack_ids
 
@@ -31,7 +33,8 @@ Ignored = Any
 class StreamOptions(Struct):
     """What a stream tells besides the text."""
 
-    include_usage: bool = False
+    include_usage: bool | None = None
+    continuous_usage_stats: bool | None = None  # vLLM's; not offered
 
 
 class ContentPart(Struct):
@@ -78,14 +81,14 @@ class _Common(Struct, forbid_unknown_fields=True, kw_only=True):
     max_tokens: AtLeastOne | None = None
 
     cache_salt: Annotated[str, Meta(min_length=1, max_length=256)] | None = None
-    return_token_ids: bool = False
-    priority: Priority = 0
+    return_token_ids: bool | None = None
+    priority: Priority | None = None
     lora: str | None = None
     retention: list[RetentionSpec] | None = None
     top_k: Annotated[int, Meta(ge=-1, le=2**32 - 1)] | None = None  # -1: all, as in vLLM
     min_p: float | None = None
     repetition_penalty: float | None = None
-    ignore_eos: bool = False
+    ignore_eos: bool | None = None
     min_tokens: Count | None = None
     stop_token_ids: list[TokenId] | None = None
 
@@ -105,14 +108,6 @@ class _Common(Struct, forbid_unknown_fields=True, kw_only=True):
     tenant: Ignored = None
     num_prior_output_tokens: Ignored = None
 
-    # Known, not offered.
-    response_format: dict[str, Any] | None = None
-    structured_outputs: Any | UnsetType = UNSET
-    guided_json: Any | UnsetType = UNSET
-    guided_regex: Any | UnsetType = UNSET
-    guided_choice: Any | UnsetType = UNSET
-    guided_grammar: Any | UnsetType = UNSET
-
 
 class ChatBody(_Common):
     """POST /v1/chat/completions."""
@@ -121,23 +116,12 @@ class ChatBody(_Common):
     max_completion_tokens: AtLeastOne | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Meta(ge=0, le=20)] | None = None
-    continue_final_message: bool = False
+    continue_final_message: bool | None = None
     add_generation_prompt: bool | None = None
 
     parallel_tool_calls: Ignored = None
     verbosity: Ignored = None
     prediction: Ignored = None
-
-    tools: list[Any] | None = None
-    tool_choice: Any = None
-    functions: list[Any] | None = None
-    function_call: Any = None
-    modalities: list[str] | None = None
-    audio: Any = None
-    web_search_options: Any = None
-    reasoning_effort: Any = None
-    chat_template: Any = None
-    chat_template_kwargs: dict[str, Any] | None = None
 
 
 class CompletionBody(_Common):
@@ -145,8 +129,6 @@ class CompletionBody(_Common):
 
     prompt: Raw
     logprobs: Annotated[int, Meta(ge=0, le=20)] | None = None
-    echo: bool = False
-    suffix: str | None = None
     best_of: int | None = None
 
 
@@ -172,7 +154,12 @@ def parse(body: bytes, kind: type[Body]) -> Body:
         raise InvalidRequestError("the body is empty: send a JSON object")
     try:
         body.decode()  # what is kept raw is not looked at below
-        return decode(body, kind)
+        try:
+            return decode(body, kind)
+        except msgspec.ValidationError:
+            fields = decode(body, dict[str, Raw])
+        others = not_offered.without(fields, not_offered.CHAT if kind is ChatBody else not_offered.COMPLETION)
+        return decode(msgspec.json.encode(others), kind)
     except msgspec.ValidationError as error:
         raise _invalid_body(str(error)) from None
     except msgspec.DecodeError as error:
@@ -220,13 +207,7 @@ class _Which(Struct, forbid_unknown_fields=True):
 
 def chat_request(body: ChatBody) -> inference_pb2.GenerateRequest:
     """Our message for a chat. Raises ``RouterError``."""
-    _refuse(body, "tools", "functions", "function_call", "audio", "web_search_options", "reasoning_effort")
-    _refuse(body, "chat_template", "chat_template_kwargs")
-    if body.tool_choice not in (None, "none", "auto"):
-        raise _unsupported("tool_choice")
-    if body.modalities not in (None, ["text"]):
-        raise _unsupported("modalities")
-    if body.add_generation_prompt is not None and body.add_generation_prompt == body.continue_final_message:
+    if body.add_generation_prompt is not None and body.add_generation_prompt == bool(body.continue_final_message):
         raise InvalidRequestError(
             "add_generation_prompt must be the opposite of continue_final_message: leave it out",
             param="add_generation_prompt",
@@ -238,7 +219,7 @@ def chat_request(body: ChatBody) -> inference_pb2.GenerateRequest:
     if body.top_logprobs and not body.logprobs:
         raise InvalidRequestError("top_logprobs needs logprobs: true", param="top_logprobs")
     request = _request(body)
-    request.chat.continue_final_message = body.continue_final_message
+    request.chat.continue_final_message = bool(body.continue_final_message)
     for index, message in enumerate(body.messages):
         param = f"messages[{index}].role"
         if message.role in ("tool", "function"):
@@ -259,9 +240,8 @@ def chat_request(body: ChatBody) -> inference_pb2.GenerateRequest:
 
 def completion_requests(body: CompletionBody) -> list[inference_pb2.GenerateRequest]:
     """Our messages, one per prompt. Raises ``RouterError``."""
-    _refuse(body, "echo", "suffix")
     if body.best_of not in (None, 1, body.n or 1):
-        raise _unsupported("best_of")
+        raise not_offered.unsupported("best_of")
     requests = []
     for prompt in _prompts(body.prompt):
         request = _request(body)
@@ -324,17 +304,15 @@ def token_ids_json(packed: bytes) -> list[int]:
 
 
 def _request(body: _Common) -> inference_pb2.GenerateRequest:
-    for name in ("structured_outputs", "guided_json", "guided_regex", "guided_choice", "guided_grammar"):
-        if getattr(body, name) not in (None, UNSET):  # {} is a schema too
-            raise _unsupported(name)
-    if body.response_format is not None and body.response_format.get("type") != "text":
-        raise _unsupported("response_format")
-    if body.stream_options is not None and not body.stream:
-        raise InvalidRequestError("stream_options needs stream: true", param="stream_options")
+    if body.stream_options is not None:
+        if not body.stream:
+            raise InvalidRequestError("stream_options needs stream: true", param="stream_options")
+        if body.stream_options.continuous_usage_stats:
+            raise not_offered.unsupported("stream_options.continuous_usage_stats")
     if body.n is not None and body.n > MAX_CHOICES:
         raise InvalidRequestError(f"n is {body.n}: use 1 to {MAX_CHOICES}", param="n")
     request = inference_pb2.GenerateRequest(
-        model=body.model or "", cache_salt=body.cache_salt or "", priority=body.priority, lora=body.lora or ""
+        model=body.model or "", cache_salt=body.cache_salt or "", priority=body.priority or 0, lora=body.lora or ""
     )
     for one in body.retention or ():
         ttl_s = one.ttl if isinstance(one.ttl, int) else {"5m": 300, "1h": 3600}[one.ttl]
@@ -355,7 +333,7 @@ def _request(body: _Common) -> inference_pb2.GenerateRequest:
         sampling.seed = body.seed % 2**64
     for token_id, bias in (body.logit_bias or {}).items():
         sampling.logit_bias[token_id] = bias
-    sampling.ignore_eos = body.ignore_eos
+    sampling.ignore_eos = bool(body.ignore_eos)
     sampling.stop.extend([body.stop] if isinstance(body.stop, str) else body.stop or ())
     sampling.stop_token_ids.extend(body.stop_token_ids or ())
     return request
@@ -405,16 +383,6 @@ def _prompts(raw: Raw) -> list[str | list[int]]:
     if len(prompts) > MAX_PROMPTS:
         raise InvalidRequestError(f"prompt has {len(prompts)} entries: use at most {MAX_PROMPTS}", param="prompt")
     return prompts
-
-
-def _refuse(body: Struct, *names: str) -> None:
-    for name in names:
-        if getattr(body, name) not in (None, UNSET, False, [], "", {}):
-            raise _unsupported(name)
-
-
-def _unsupported(name: str) -> UnsupportedError:
-    return UnsupportedError(f"{name} is not supported by this version: leave it out", param=name)
 
 
 def _invalid_body(text: str) -> InvalidRequestError:
