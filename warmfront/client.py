@@ -16,6 +16,7 @@ from urllib.parse import urlsplit
 
 import click
 
+from warmfront.console import say
 from warmfront.errors import DeadlinePassed, Failure, WrongUse
 from warmfront.flags import ENV_PREFIX
 from warmfront.run_dir import all_run_dirs
@@ -195,14 +196,29 @@ class connection_closed:  # noqa: N801
 
 def address_options(function: Callable[..., Any]) -> Callable[..., Any]:
     """``--url`` and what TLS takes, as one ``Address``; by default the one cluster on this machine, else port 8000."""
+    return _with_address(function, lambda url: None)
 
+
+def changed_address_options(function: Callable[..., Any]) -> Callable[..., Any]:
+    """The same for a command that changes the cluster: it says which one that is where nobody has named it."""
+    return _with_address(function, say_which)
+
+
+def say_which(url: str) -> None:
+    """Before a cluster that nobody has named is changed."""
+    say(f"no cluster is named: this is about {url} (another one by --url or {ENV_PREFIX}URL)")
+
+
+def _with_address(function: Callable[..., Any], on_default: Callable[[str], None]) -> Callable[..., Any]:
     @functools.wraps(function)
     def with_address(
         *args: Any, url: str | None, ca: str | None, cert: str | None, key: str | None, **params: Any
     ) -> Any:
         if (cert is None) != (key is None):
             raise WrongUse("--cert and --key come together")
-        url = url or default_url()
+        if not url:
+            url = default_url()
+            on_default(url)
         address = Address(url=url, ca=ca, cert=cert, key=key, pinned=_certificate_here(url))
         return function(*args, address=address, **params)
 

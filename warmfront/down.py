@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
 from pathlib import Path
 
 import click
 
-from warmfront.client import Client
+from warmfront.client import Client, say_which
 from warmfront.errors import Failure, WrongUse
 from warmfront.files import read_text
+from warmfront.flags import ENV_PREFIX
 from warmfront.run_dir import RunDir, all_run_dirs, wait_gone
 from warmfront.values import FILE
 
@@ -19,7 +21,7 @@ _KILL_MARGIN_S = 30.0  # beyond what `up` gives its parts to drain
 
 @click.command()
 @click.option("--ready-file", type=FILE, help="The cluster that wrote this file.")
-@click.option("--url", help="The cluster whose HTTP address this is.")
+@click.option("--url", help=f"The cluster whose HTTP address this is. Default: {ENV_PREFIX}URL.")
 @click.option("--all", "everything", is_flag=True, help="Every cluster of this user on this machine.")
 def down(*, ready_file: Path | None, url: str | None, everything: bool) -> None:
     """End a cluster on this machine, or remove what a killed `up` left: processes, Ray session, files.
@@ -28,6 +30,8 @@ def down(*, ready_file: Path | None, url: str | None, everything: bool) -> None:
     """
     if sum((ready_file is not None, url is not None, everything)) > 1:
         raise WrongUse("give --ready-file, --url or --all, not two of them")
+    if ready_file is None and not everything:
+        url = url or os.environ.get(ENV_PREFIX + "URL")  # no option's default: it gives way to the others
     clusters = all_run_dirs()
     if not clusters and ready_file is None and url is None:
         click.echo("No cluster of yours is on this machine.")
@@ -37,6 +41,10 @@ def down(*, ready_file: Path | None, url: str | None, everything: bool) -> None:
         chosen = [find_url(url, clusters)]
     else:
         chosen = clusters if everything else _only(clusters)
+        if not everything:
+            for cluster in chosen:
+                if cluster.owner() is not None:
+                    say_which(_names([cluster]))
     for cluster in chosen:
         end(cluster)
     left = [cluster for cluster in clusters if cluster not in chosen and cluster.owner()]

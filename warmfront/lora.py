@@ -9,7 +9,7 @@ from urllib.parse import quote, urlencode
 import click
 from rich.text import Text
 
-from warmfront.client import Address, Client, address_options
+from warmfront.client import Address, Client, address_options, changed_address_options
 from warmfront.console import Grid, counted, stdout
 from warmfront.errors import Failure
 
@@ -28,7 +28,7 @@ def lora() -> None:
 @click.argument("name")
 @click.argument("path")
 @_replica_option
-@address_options
+@changed_address_options
 @_json_option
 def load(*, name: str, path: str, replica: str, address: Address, as_json: bool) -> None:
     """Load the adapter in the folder PATH, below each worker's --lora-dir, under NAME."""
@@ -39,7 +39,7 @@ def load(*, name: str, path: str, replica: str, address: Address, as_json: bool)
 @lora.command()
 @click.argument("name")
 @_replica_option
-@address_options
+@changed_address_options
 @_json_option
 def unload(*, name: str, replica: str, address: Address, as_json: bool) -> None:
     """Refuse new requests of the adapter NAME; running ones end with it, and then its memory is free."""

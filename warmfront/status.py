@@ -11,7 +11,7 @@ from rich.console import Group, RenderableType
 from rich.live import Live
 from rich.text import Text
 
-from warmfront.client import Address, Client, address_options
+from warmfront.client import Address, Client, address_options, changed_address_options
 from warmfront.console import Grid, counted, say, stdout
 from warmfront.errors import DeadlinePassed, Failure
 from warmfront.values import Duration
@@ -46,7 +46,7 @@ def status(*, address: Address, as_json: bool, watch: bool) -> None:
 
 @click.command()
 @click.argument("replica")
-@address_options
+@changed_address_options
 @click.option("--deadline", type=Duration(), default="60s", show_default=True, help="What runs then is cut.")
 @click.option("--no-wait", is_flag=True, help="Return as soon as the replica takes no new requests.")
 def drain(*, replica: str, address: Address, deadline: float, no_wait: bool) -> None:
@@ -74,7 +74,7 @@ def drain(*, replica: str, address: Address, deadline: float, no_wait: bool) -> 
 
 
 @click.command()
-@address_options
+@changed_address_options
 @click.option("--json", "as_json", is_flag=True, help="Print the object of POST /v1/cache/reset.")
 def reset(*, address: Address, as_json: bool) -> None:
     """Let every replica forget its cached blocks; one whose requests hold blocks refuses, and the exit code is 1."""

@@ -14,7 +14,7 @@ from typing import Any
 import click
 import yaml
 
-from warmfront.client import several_clusters
+from warmfront.client import say_which, several_clusters
 from warmfront.desired import DESIRED_FILE, read_status, write_desired
 from warmfront.down import find_ready_file, find_url
 from warmfront.errors import Failure, WrongUse
@@ -152,7 +152,10 @@ def cluster_options(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def find(*, ready_file: Path | None, url: str | None, desired_file: Path | None, state_dir: Path | None) -> Wishes:
-    """The cluster that is meant: by default that of WARMFRONT_URL, else the only `up` here. Raises ``WrongUse``."""
+    """The cluster that is meant: by default that of WARMFRONT_URL, else the only `up` here, which is then told.
+
+    Raises ``WrongUse``.
+    """
     if sum(one is not None for one in (ready_file, url, desired_file)) > 1:
         raise WrongUse("give --ready-file, --url or --desired, not two of them")
     if desired_file is not None:
@@ -167,6 +170,7 @@ def find(*, ready_file: Path | None, url: str | None, desired_file: Path | None,
         raise WrongUse("no cluster of yours runs here; name a controller's file with --desired")
     elif len(running) == 1:
         (run_dir,) = running
+        say_which(run_dir.cluster.get("http", ""))
     else:
         raise several_clusters([one.cluster.get("http", "") for one in running])
     return Wishes(run_dir.path / DESIRED_FILE, run_dir.path, run_dir)

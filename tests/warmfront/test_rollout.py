@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import yaml
 
+from tests.fakes.http_router import FakeRouter
 from tests.warmfront.conftest import Cli
 from tests.warmfront.test_cluster import Up, ask, started, wait_for
 from warmfront.desired import read_desired
@@ -251,6 +252,26 @@ def test_a_cluster_is_chosen_by_the_environment_where_no_option_names_one(
     path = tmp_path / "desired.yaml"
     path.write_text("redis: redis://127.0.0.1:1/0\nworkers: {replicas: 1, settings: {engine: simulated}}\n")
     assert cli("scale", "2", "--desired", str(path), "--no-wait").exit_code == 0
+
+
+def test_a_command_that_changes_a_cluster_which_nobody_named_says_which_one_first(
+    cli: Cli, router: FakeRouter, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run_dir = RunDir.create()
+    run_dir.cluster = {"http": router.url}
+    run_dir.save()
+    for command in (("scale", "2"), ("rollout",), ("drain", "w0", "--no-wait"), ("reset",), ("lora", "unload", "a")):
+        first, *_ = cli(*command).err.splitlines()
+        assert first.startswith(f"warmfront: no cluster is named: this is about {router.url} ("), command
+        assert "no cluster is named" not in cli(*command, "--url", router.url).err
+    for command in (("status",), ("lora", "list")):
+        assert "no cluster is named" not in cli(*command).err
+    monkeypatch.setenv("WARMFRONT_URL", "http://127.0.0.1:1")
+    for command in (("scale", "2"), ("rollout",), ("drain", "w0"), ("reset",), ("down",)):
+        told = cli(*command)
+        assert told.exit_code == 2
+        assert "http://127.0.0.1:1" in told.err
+        assert "no cluster is named" not in told.err
 
 
 def test_of_several_clusters_every_command_asks_for_one_in_the_same_words(cli: Cli, temp_root: Path) -> None:
