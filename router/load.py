@@ -96,12 +96,22 @@ class ServiceModel:
     (few tokens each) would look slow, one that answers cold ones fast, and warm turns would move away from home.
     """
 
-    __slots__ = ("_mean_s", "_mean_square", "_mean_tokens", "_mean_tokens_s", "_num_samples", "overhead_s", "token_s")
+    __slots__ = (
+        "_mean_s",
+        "_mean_square",
+        "_mean_tokens",
+        "_mean_tokens_s",
+        "_num_samples",
+        "_slope_s",
+        "overhead_s",
+        "token_s",
+    )
 
     def __init__(self) -> None:
         self.overhead_s = 0.0
         self.token_s = 1 / _DEFAULT_SPEED
         self._num_samples = 0
+        self._slope_s: float | None = None  # seconds per token, as last told from prompts of different lengths
         self._mean_tokens = self._mean_s = self._mean_square = self._mean_tokens_s = 0.0
 
     def suggest(self, tokens_per_s: float) -> None:
@@ -124,11 +134,10 @@ class ServiceModel:
         plain = self._mean_s / self._mean_tokens
         variance = self._mean_square - self._mean_tokens * self._mean_tokens
         if variance > _MIN_SPREAD * self._mean_tokens * self._mean_tokens:
-            slope = (self._mean_tokens_s - self._mean_tokens * self._mean_s) / variance
-            # The fixed part is never negative, and never all there is.
-            self.token_s = min(max(slope, _MIN_TOKEN_SHARE * plain), plain)
-        else:
-            self.token_s = plain
+            self._slope_s = (self._mean_tokens_s - self._mean_tokens * self._mean_s) / variance
+        slope_s = plain if self._slope_s is None else self._slope_s
+        # The fixed part is never negative, and never all there is.
+        self.token_s = min(max(slope_s, _MIN_TOKEN_SHARE * plain), plain)
         self.overhead_s = self._mean_s - self.token_s * self._mean_tokens
 
 
@@ -240,6 +249,11 @@ class ReplicaLoad:
         """The replica turns to what waits there from now on: it was idle, or others' requests hide how far it is."""
         self._busy_since_s = self._turned_s = now
 
+    def _count_from(self, now: float) -> None:
+        """What is learned next took from now on."""
+        self._turned_s = now
+        self._done_requests = self._done_tokens = 0
+
     def _learn(self, ticket: Ticket, charged_tokens: int, now: float) -> None:
         """A first token.
 
@@ -251,22 +265,28 @@ class ReplicaLoad:
         self._done_tokens += charged_tokens
         if any(share.waiting_requests for share in self.others.values()):
             # News of another router's first token may be on its way: who knows when the replica turned to us.
-            self._turned_s = now
-            self._done_requests = self._done_tokens = 0
+            self._count_from(now)
             return
         service_s = now - self._turned_s
-        if next(iter(self._waiting)) is not ticket or service_s <= 0 or self._done_tokens <= 0:
+        if not self._is_oldest(ticket) or service_s <= 0 or self._done_tokens <= 0:
             return
         tokens = self._done_tokens / self._done_requests
         service_s /= self._done_requests
-        self._turned_s = now
-        self._done_requests = self._done_tokens = 0
+        self._count_from(now)
         self._model.learn(tokens, service_s)
         expected_s = self._model.expected_s(tokens)
         if not self._actual_s:
             self._actual_s = self._expected_s = expected_s  # like the others, until experience says otherwise
         self._actual_s += _WEIGHT * (service_s - self._actual_s)
         self._expected_s += _WEIGHT * (expected_s - self._expected_s)
+
+    def _give_up(self, ticket: Ticket, now: float) -> None:
+        """No first token of it will come: nobody knows how much of the time since then it has taken."""
+        if self._is_oldest(ticket):
+            self._count_from(now)
+
+    def _is_oldest(self, ticket: Ticket) -> bool:
+        return next(iter(self._waiting)) is ticket
 
     def expect(self, keys: Sequence[int]) -> Piece:
         """A request is on its way that will leave these blocks, one after the other. ``settle`` follows, once."""
@@ -339,6 +359,8 @@ class Ticket:
             return
         self._open = False
         load = self._load
+        if self._waiting:
+            load._give_up(self, now)
         load.falls()
         change = Share(-self._num_choices).plus(self._stop_waiting())
         load.in_flight -= self._num_choices

@@ -145,6 +145,38 @@ def test_prompts_that_are_done_in_one_step_are_counted_together() -> None:
     assert book.of("w0").speed == pytest.approx(1000, rel=0.02)
 
 
+def test_a_long_prompt_that_nobody_waits_for_any_more_leaves_the_speed_as_it_was() -> None:
+    book, now = LoadBook(), 0.0
+    for _ in range(100):  # 1,000 tokens/s
+        long = book.charge("w0", 800, (), now)
+        for _ in range(2):
+            short = book.charge("w0", 100, (), now + 0.3)
+            now += 0.4
+            short.first_token(now)
+            short.close(now)
+        long.close(now)  # its client has left
+        now = serve(book, "w0", 100, 0.1, now)
+        long, other = book.charge("w0", 800, (), now), book.charge("w0", 300, (), now)
+        long.close(now + 0.5)
+        now += 0.8
+        other.first_token(now)
+        other.close(now)
+    assert book.of("w0").speed == pytest.approx(1000, rel=0.02)
+
+
+def test_prompts_of_one_length_leave_what_was_learned_from_others() -> None:
+    book, now = LoadBook(), 0.0
+    for _ in range(20):  # 1,000 tokens/s after a fixed 50 ms
+        now = serve(book, "w0", 1, 0.051, now)
+        now = serve(book, "w0", 400, 0.45, now)
+    for _ in range(2_000):
+        now = serve(book, "w0", 10, 0.06, now)
+    assert book.of("w0").speed == pytest.approx(1000, rel=0.02)
+    for _ in range(2_000):  # they take 2 ms now: all of it is no more than each of their tokens can take
+        now = serve(book, "w0", 10, 0.002, now)
+    assert book.of("w0").speed == pytest.approx(5000, rel=0.02)
+
+
 def test_a_replica_that_is_slow_is_known_to_be() -> None:
     book, now = LoadBook(), 0.0
     for tokens in (100, 200, 300, 400) * 50:
