@@ -38,7 +38,7 @@ from warmfront_pb.v1 import inference_pb2, inference_pb2_grpc
 from warmfront.client import Client
 from warmfront.errors import Failure
 from warmfront.processes import child_environment
-from warmfront.store import EmbeddedValkey, free_port
+from warmfront.store import EmbeddedValkey, lasting_port
 
 WINDOW_S = 10.0
 START_GUARD_S = 120.0
@@ -155,8 +155,8 @@ class Cluster:
         self._prewarm = prewarm
         self._valkey = EmbeddedValkey(directory, {})
         self._processes: dict[str, subprocess.Popen[bytes]] = {}
-        self.grpc = f"127.0.0.1:{free_port()}"
-        self.http = f"http://127.0.0.1:{free_port()}"
+        self.grpc = f"127.0.0.1:{lasting_port()}"
+        self.http = f"http://127.0.0.1:{lasting_port()}"
 
     async def start(self) -> None:
         router = ["--http-port", self.http.rpartition(":")[2], "--grpc-port", self.grpc.rpartition(":")[2]]

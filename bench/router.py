@@ -51,7 +51,7 @@ from cache.block_hash import HashScheme
 from warmfront.client import Client
 from warmfront.errors import Failure
 from warmfront.processes import child_environment
-from warmfront.store import free_port, lasting_port
+from warmfront.store import lasting_port
 
 PARTS = Path(__file__).with_name("router_parts.py")
 START_GUARD_S = 120.0
@@ -85,20 +85,20 @@ class Fleet:
 
     def worker(self, name: str, *flags: str) -> str:
         """A worker around a simulated engine; its address."""
-        port = free_port()
+        port = lasting_port()
         engine = ["--engine", "simulated", "--replica-id", name, "--port", f"{port}"]
         self._warmfront("worker", name, [*engine, *flags])
         return f"127.0.0.1:{port}"
 
     def router(self, name: str) -> tuple[str, str]:
         """A router's gRPC address and HTTP URL."""
-        rpc, http = free_port(), free_port()
+        rpc, http = lasting_port(), lasting_port()
         self._warmfront("router", name, ["--router-id", name, "--grpc-port", f"{rpc}", "--http-port", f"{http}"])
         return f"127.0.0.1:{rpc}", f"http://127.0.0.1:{http}"
 
     def part(self, name: str, *arguments: str) -> str:
         """A process of router_parts.py that listens; its address."""
-        port = free_port()
+        port = lasting_port()
         self.launch(name, [sys.executable, "-P", str(PARTS), name, f"{port}", *arguments])
         return f"127.0.0.1:{port}"
 
@@ -307,9 +307,9 @@ def _peers(one: Fleet, backend: str) -> Iterator[tuple[str, str]]:
     """Routers from PyPI that are installed, in front of the same backend as the plain proxy: name and URL."""
     for name in ("smg", "vllm-router"):
         if shutil.which(name) is not None:
-            port = free_port()
+            port = lasting_port()
             command = [name, *(["launch"] if name == "smg" else []), "--worker-urls", backend]
-            command += ["--host", "127.0.0.1", "--port", f"{port}", "--prometheus-port", f"{free_port()}"]
+            command += ["--host", "127.0.0.1", "--port", f"{port}", "--prometheus-port", f"{lasting_port()}"]
             one.launch(name, [*command, "--policy", "cache_aware"])
             yield name, f"http://127.0.0.1:{port}"
         else:

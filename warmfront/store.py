@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 import ctypes
 import os
-import random
 import secrets
 import signal
 import socket
@@ -32,14 +31,6 @@ def die_with_parent() -> None:
     _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
 
 
-def free_port() -> int:
-    """A port of 127.0.0.1 that nobody listens on right now."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
-
-
 def lasting_port() -> int:
     """A free port of 127.0.0.1 that can be had again after its server has died.
 
@@ -47,7 +38,7 @@ def lasting_port() -> int:
     and again while nobody listens will one day be given it as its own, be connected to itself, and hold it.
     """
     while True:
-        port = random.randrange(16_384, 32_768)
+        port = 16_384 + secrets.randbelow(16_384)
         with socket.socket() as probe, contextlib.suppress(OSError):
             probe.bind(("127.0.0.1", port))
             return port

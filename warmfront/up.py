@@ -29,7 +29,7 @@ from warmfront.preflight import check_settings, gpus_of, on_as_many_gpus
 from warmfront.processes import tail
 from warmfront.run_dir import RUN_DIR_ENV, Process, RunDir, write_private
 from warmfront.starting import step_of, summary
-from warmfront.store import EmbeddedValkey, free_port
+from warmfront.store import EmbeddedValkey, lasting_port
 from warmfront.values import format_duration, mask_url
 
 _RESTART = "to start Valkey again"
@@ -148,8 +148,8 @@ class _Cluster:
         self._env = {RUN_DIR_ENV: str(run_dir.path), "OMP_NUM_THREADS": threads}
         self._stop, self._hurry = asyncio.Event(), asyncio.Event()
         self._valkey: EmbeddedValkey | None = None
-        self._http_port = params["http_port"] or free_port()
-        self._grpc_port = params["grpc_port"] or free_port()
+        self._http_port = params["http_port"] or lasting_port()
+        self._grpc_port = params["grpc_port"] or lasting_port()
         host = params["listen"] if params["listen"] not in ("0.0.0.0", "::") else "127.0.0.1"  # noqa: S104
         self._tls_cert: str | None = self._flags("router").get("tls_cert")
         self._http = f"{'https' if self._tls_cert else 'http'}://{_bracketed(host)}:{self._http_port}"

@@ -25,7 +25,7 @@ from tests.helm.kubelet import POD_IP, Kubelet
 from tests.helm.test_processes import GUARD_S, PORTS, port, probe
 from tests.helm.tools import Helm, Objects, one, pod
 from tests.integration.cluster import wait_until
-from tests.support import free_port
+from tests.support import free_port, free_ports
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
 
@@ -87,7 +87,7 @@ class Release:
     def _start_node(self, component: str, node_port: int) -> None:
         self.forget_cluster(component)
         own = [f"--{name}=0" for name in NODE_PORTS]
-        first = free_port()
+        first = free_ports(21)
         own += [
             f"--node-manager-port={node_port}",
             f"--min-worker-port={first}",
@@ -120,7 +120,15 @@ class Release:
                     self.start(component, *more, container=container)
             return bool(holds())
 
-        wait_until(check, guard_s=RAY_GUARD_S, what=what)
+        try:
+            wait_until(check, guard_s=RAY_GUARD_S, what=what)
+        except AssertionError as error:
+            raise AssertionError(f"{error}\n{self.words()}") from error
+
+    def words(self) -> str:
+        """The end of each log, and what the controller said last."""
+        ends = [*sorted(self.folder.glob("*.log")), *self.folder.glob("head-0/state/*/status.json")]
+        return "\n".join(f"{path.name}:\n{path.read_text(errors='replace')[-3000:]}" for path in ends)
 
     def log(self, component: str, container: int = 0) -> str:
         return self.kubelet.log(f"{component}-0", container).read_text(encoding="utf-8", errors="replace")
@@ -158,7 +166,7 @@ def made(helm: Helm, *more: str) -> Iterator[Release]:
     own = [f"{name}={free_port()}" for name in (*PORTS, *RAY_PORTS)]
     flags = ["engine=simulated", "kv-blocks=512", "prewarm-deadline=5s", "decode-time=50ms"]
     values = [f"secretsPath={folder}/secrets", "ray.mode=static", "listenAddress=127.0.0.1", "worker.gpu.count=0"]
-    first = 20000 + os.getpid() % 100 * 110  # two runs on one machine do not meet
+    first = free_ports(110)
     values += [f"ray.ports.others={first}", f"ray.ports.workers={first + 10}"]
     objects = helm.template("--set", ",".join([*own, *values, *(f"worker.flags.{flag}" for flag in flags), *more]))
     release = Release(objects, folder)

