@@ -12,7 +12,7 @@ from typing import Any
 import click
 from click.core import ParameterSource
 
-from warmfront.errors import Served
+from warmfront.errors import Lost, Served
 
 # gRPC reads it when it is imported, and else writes a line of its own about each client that fails a TLS handshake.
 os.environ.setdefault("GRPC_VERBOSITY", "ERROR")
@@ -73,15 +73,15 @@ def main(arguments: list[str] | None = None) -> Any:
     try:
         code = cli.main(arguments, prog_name="warmfront", standalone_mode=False)
         if arguments is None and isinstance(code, Served):  # with arguments somebody else's process has called
-            logging.shutdown()
-            _drop_what_nobody_reads()
-            os._exit(code)
+            _leave(code)
         sys.exit(code or 0)
     except click.exceptions.NoArgsIsHelpError as error:
         click.echo(error.ctx.get_help() if error.ctx else "", err=True)
         sys.exit(2)
     except click.ClickException as error:
         click.echo(f"warmfront: {' '.join(error.format_message().split())}{_place_of(error)}", err=True)
+        if arguments is None and isinstance(error, Lost):
+            _leave(error.exit_code)
         sys.exit(error.exit_code)
     except (click.Abort, KeyboardInterrupt):
         sys.exit(130)
@@ -90,6 +90,13 @@ def main(arguments: list[str] | None = None) -> Any:
         sys.exit(1)
     finally:
         _drop_what_nobody_reads()
+
+
+def _leave(code: int) -> None:
+    """Ends the process, whatever threads of C++ libraries still run."""
+    logging.shutdown()
+    _drop_what_nobody_reads()
+    os._exit(code)
 
 
 def _place_of(error: click.ClickException) -> str:

@@ -16,6 +16,7 @@ import os
 import secrets
 import shutil
 import socket
+import subprocess
 import sys
 import threading
 import time
@@ -48,12 +49,13 @@ class RayActors:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="ray")
         self._hurried = threading.Event()
         self._controller: Any = None
+        self._gcs: subprocess.Popen[bytes] | None = None
         self._copied: dict[tuple[str, Path], int] = {}  # bytes of each of Ray's files that stand in an actor's log
         self._copier: asyncio.Task[None] | None = None
 
-    async def begin(self, fleet: str) -> None:
+    async def begin(self, fleet: str, stop: asyncio.Event) -> None:
         """Starts Ray, and a controller that starts what the run directory's file says."""
-        await self._call(lambda: self._start(fleet))
+        await self._call(lambda: self._start(fleet, stop))
         self._copier = asyncio.create_task(self._keep_copying(), name="copy the actors' logs")
 
     async def stop(self, role: str, deadline_s: float, hurry: asyncio.Event) -> None:
@@ -73,10 +75,20 @@ class RayActors:
         await self._call(self._shut_down)
         self._thread.shutdown()
 
+    def fault(self) -> str:
+        """Whether Ray's GCS has ended: Ray starts none anew, and without it no actor is found or started."""
+        if self._gcs is None or self._gcs.poll() is None:
+            return ""
+        code = self._gcs.returncode
+        return f"Ray's GCS has ended ({f'signal {-code}' if code < 0 else f'exit code {code}'})"
+
     # In Ray's thread from here on
 
-    def _start(self, fleet: str) -> None:
+    def _start(self, fleet: str, stop: asyncio.Event) -> None:
         start_local_ray(self._home, self._run_dir.path / "ray-token", self._env, self._log_dir / "ray.log")
+        self._gcs = gcs_process()
+        if stop.is_set():
+            return
         from warmfront.actors import start_controller
 
         self._controller = start_controller(self._run_dir.path / DESIRED_FILE, self._run_dir.path, fleet)
@@ -102,8 +114,9 @@ class RayActors:
             return  # nothing was started
         import ray
 
-        with contextlib.suppress(Exception):  # it may have died by itself
-            ray.shutdown()
+        if not self.fault():  # else it would wait for the GCS
+            with contextlib.suppress(Exception):  # it may have died by itself
+                ray.shutdown()
         sys.stdout = sys.__stdout__
         self._copy_logs()
 
@@ -168,6 +181,13 @@ def start_local_ray(home: Path, token: Path, env: dict[str, str], output: Path) 
             )
     except Exception as error:  # Ray has no type of its own for a node that is not up after 30 s, on a busy machine
         raise Failure(f"Ray does not start: {(str(error) or type(error).__name__).splitlines()[0]}") from error
+
+
+def gcs_process() -> subprocess.Popen[bytes] | None:
+    """The process of the GCS of the Ray cluster that this process has started; None where Ray does not tell."""
+    node: Any = importlib.import_module("ray._private.worker")._global_node
+    started: list[Any] = node.all_processes.get("gcs_server", []) if node is not None else []
+    return started[0].process if started else None
 
 
 @contextlib.contextmanager

@@ -17,6 +17,10 @@ class WrongUse(Failure):
     exit_code = 2
 
 
+class Lost(Failure):
+    """What this process runs with has died, and its threads cannot be ended: it leaves without taking them down."""
+
+
 class DeadlinePassed(Failure):
     """It may still happen, but not within the time that was given."""
 

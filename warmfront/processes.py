@@ -79,7 +79,7 @@ class ChildProcesses:
 
     # As `up` uses it, in the event loop
 
-    async def begin(self, fleet: str) -> None:
+    async def begin(self, fleet: str, stop: asyncio.Event) -> None:
         """Starts a controller, which starts what the run directory's file says."""
         self._loop = asyncio.get_running_loop()
         handler = logging.FileHandler(self._log_dir / "controller.log")
@@ -109,6 +109,10 @@ class ChildProcesses:
             for child in children:
                 _send(child, signal.SIGKILL)
             await everything
+
+    def fault(self) -> str:
+        """None: each part runs on its own."""
+        return ""
 
     async def close(self) -> None:
         """Nothing is left once both roles have stopped."""

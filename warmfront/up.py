@@ -22,7 +22,7 @@ from rich.text import Text
 from warmfront.client import Address, Client, shown_by_environment
 from warmfront.console import Progress, counted, say
 from warmfront.desired import DESIRED_FILE, SHARED, number_of, read_status, write_desired
-from warmfront.errors import DeadlinePassed, Failure, WrongUse
+from warmfront.errors import DeadlinePassed, Failure, Lost, WrongUse
 from warmfront.flags import UpConfig, flags_of
 from warmfront.options import SectionedCommand, fill, warn_of_typed_password, with_options
 from warmfront.preflight import check_settings, gpus_of, on_as_many_gpus
@@ -33,13 +33,14 @@ from warmfront.store import EmbeddedValkey, lasting_port
 from warmfront.values import format_duration, mask_url
 
 _RESTART = "to start Valkey again"
+_UNTIL_RAY_ENDS_S = 40.0  # Ray ends every process of a cluster whose GCS has been away for a minute
 
 
 class Parts(Protocol):
     """How routers and workers run: as child processes, or as actors of a local Ray cluster."""
 
-    async def begin(self, fleet: str) -> None:
-        """Starts a controller, which starts every part that the file in the run directory wants."""
+    async def begin(self, fleet: str, stop: asyncio.Event) -> None:
+        """Starts a controller, which starts every part that the file in the run directory wants, unless ``stop``."""
         ...
 
     async def stop(self, role: str, deadline_s: float, hurry: asyncio.Event) -> None:
@@ -48,6 +49,10 @@ class Parts(Protocol):
 
     async def close(self) -> None:
         """Ends whatever the parts ran on."""
+        ...
+
+    def fault(self) -> str:
+        """Why the parts cannot be kept, nor asked to end; empty while they can."""
         ...
 
 
@@ -162,6 +167,7 @@ class _Cluster:
         self._suffix = "" if settings.redis_url is None else f"-{run_dir.path.name[-5:].replace('_', '0')}"
         self._replicas: list[dict[str, Any]] = []
         self._published: tuple[list[dict[str, Any]], dict[str, list[int]]] = [], {"router": []}
+        self._has_served = False
         self._failing: set[str] = set()  # what is tried again and again
         self._parts = self._make_parts()
 
@@ -172,6 +178,7 @@ class _Cluster:
                 await self._start(progress)
                 await self._until_ready(progress)
                 if not self._stop.is_set():
+                    self._has_served = True
                     progress.close()
                     self._publish()
                     self._show()
@@ -193,7 +200,7 @@ class _Cluster:
             write_private(Path(token_file), secrets.token_urlsafe(32))
         progress.update("starting Ray" if not self._settings.without_ray else "starting routers and workers")
         write_desired(self._run_dir.path / DESIRED_FILE, self._desired(token_file))
-        await self._parts.begin(self._params["fleet"])
+        await self._parts.begin(self._params["fleet"], self._stop)
 
     def _desired(self, token_file: str) -> dict[str, Any]:
         """The file that the controller works by, and that ``scale`` and ``rollout`` change."""
@@ -257,6 +264,7 @@ class _Cluster:
         deadline = loop.time() + self._settings.start_deadline_s
         names = set(self._names())
         while not self._stop.is_set():
+            self._check_parts()
             self._check_started()
             if await self._look():
                 mine = {replica["id"]: replica["state"] for replica in self._replicas if replica["id"] in names}
@@ -275,6 +283,14 @@ class _Cluster:
                 )
             await self._pause(0.2)
 
+    def _check_parts(self) -> None:
+        """Raises when what they run on has died: they end, in order, while they still can."""
+        if fault := self._parts.fault():
+            kept = (
+                f"logs are in {self._log_dir}" if self._settings.log_dir else "--log-dir keeps the logs of the next one"
+            )
+            raise Lost(f"{fault}: the cluster cannot go on without, and was ended; {kept}")
+
     def _check_started(self) -> None:
         """Raises when a part has ended: it is started again, but what ends at its first start ends for a reason."""
         for part in read_status(self._run_dir.path).get("parts", ()):
@@ -289,6 +305,7 @@ class _Cluster:
         ended: dict[str, int] = {}
         while not self._stop.is_set():
             await self._pause(1.0)
+            self._check_parts()
             for part in read_status(self._run_dir.path).get("parts", ()):
                 if part["ended"] > ended.get(part["name"], 0):
                     say(f"{part['name']} has ended and is started again: {part['why_ended']}")
@@ -320,18 +337,38 @@ class _Cluster:
             self._failing.discard(what)
 
     async def _end(self, progress: Progress) -> None:
-        if self._stop.is_set():
+        if not self._has_served:
+            self._hurry.set()  # nobody waits for an answer
+        elif self._stop.is_set():
             running = sum(replica.get("running", 0) for replica in self._replicas)
             still = f", {counted(running, 'request')} running" if running else ""
             progress.update(f"draining{still} (Ctrl-C again to hurry)")
-        await self._parts.stop("router", self._stop_s() + self._params["drain_notice"], self._hurry)
-        await self._parts.stop("worker", self._stop_s(), self._hurry)
+        if fault := self._parts.fault():
+            progress.close()
+            say(f"{fault}; running requests may end")
+            await self._drain_by_router(min(self._stop_s(), _UNTIL_RAY_ENDS_S))
+        else:
+            await self._parts.stop("router", self._stop_s() + self._params["drain_notice"], self._hurry)
+            await self._parts.stop("worker", self._stop_s(), self._hurry)
         await self._parts.close()
         if self._valkey is not None:
             self._valkey.stop()
         progress.close()
         if self._stop.is_set():
             say("stopped, nothing is left behind")
+
+    async def _drain_by_router(self, deadline_s: float) -> None:
+        """Lets running requests end where the parts cannot be asked to: the workers drain, new requests are refused."""
+        end = asyncio.get_running_loop().time() + deadline_s
+        await self._look()
+        for replica in self._replicas:
+            body = {"replica": replica["id"], "deadline_ms": int(deadline_s * 1000)}
+            with suppress(Failure):
+                await asyncio.to_thread(self._client.post, "/v1/drain", body)
+        while await self._look() and any(replica["state"] != "GONE" for replica in self._replicas):
+            if self._hurry.is_set() or asyncio.get_running_loop().time() > end:
+                return
+            await asyncio.sleep(0.2)
 
     def _stop_s(self) -> float:
         """How long the parts of one role may take to end."""
@@ -356,6 +393,8 @@ class _Cluster:
         loop = asyncio.get_running_loop()
 
         def on_signal() -> None:
+            if not self._stop.is_set() and not self._has_served:
+                say("stopping; what has begun to start is ended")
             (self._hurry if self._stop.is_set() else self._stop).set()
 
         # By no handler of the loop's: to remove one leaves a moment in which the signal kills.

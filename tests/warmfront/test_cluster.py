@@ -127,6 +127,10 @@ def started(folder: Path, *arguments: str) -> Iterator[Up]:
         up.process.wait()
 
 
+def command_of(pid: int) -> str:
+    return Path(f"/proc/{pid}/cmdline").read_text(encoding="utf-8", errors="replace")
+
+
 def listens(one: socket.socket, port: int) -> bool:
     """Whether it could take that port."""
     try:
@@ -312,6 +316,33 @@ def test_a_signal_during_the_start_leaves_nothing(temp_root: Path, tmp_path: Pat
     with started(tmp_path, "--without-ray") as up:
         wait_for(lambda: "routers and workers" in up.err.read_text(), "the start of the parts")
         assert up.stop() == 0
+    assert all_run_dirs() == []
+
+
+def test_a_signal_while_ray_starts_is_told_at_once_and_leaves_nothing(temp_root: Path, tmp_path: Path) -> None:
+    with started(tmp_path) as up:
+        wait_for(lambda: "starting Ray" in up.err.read_text(), "the start of Ray")
+        up.process.send_signal(signal.SIGINT)
+        wait_for(lambda: "stopping; what has begun" in up.err.read_text(), "a word")
+        assert up.process.poll() is None, "Ray's start cannot be cut short"
+        assert up.process.wait(timeout=GUARD_S) == 0
+    assert all_run_dirs() == []
+
+
+@pytest.mark.slow
+def test_a_cluster_whose_ray_has_lost_its_gcs_says_so_and_ends_in_order(temp_root: Path, tmp_path: Path) -> None:
+    with started(tmp_path, "--log-dir", str(tmp_path / "logs")) as up:
+        up.wait_ready()
+        with ThreadPoolExecutor(1) as pool:
+            long = pool.submit(ask, up.ready["http"], "one two three four five six seven eight " * 8)
+            (gcs,) = [one for one in marked_processes(up.run_dir) if "gcs_server" in command_of(one.pid)]
+            os.kill(gcs.pid, signal.SIGKILL)
+            assert up.process.wait(timeout=GUARD_S) == 1
+            assert long.result().completion_tokens == 3
+        assert "Ray's GCS has ended (signal 9)" in up.err.read_text()
+        assert f"logs are in {tmp_path}/logs" in up.err.read_text().splitlines()[-1]
+        assert marked_processes(up.run_dir) == []
+        assert "state=GONE" in (tmp_path / "logs" / "w0.log").read_text(), "it was drained, not killed"
     assert all_run_dirs() == []
 
 
