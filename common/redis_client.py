@@ -13,6 +13,7 @@ from collections.abc import Awaitable, Callable, Mapping
 from pathlib import Path
 from typing import Any, TypeAlias
 
+from hiredis import pack_command
 from redis import asyncio as aioredis
 from redis.asyncio.connection import Connection, ConnectionPool, SSLConnection
 from redis.asyncio.retry import Retry
@@ -101,7 +102,9 @@ class Line:
         connection = self._connection
         try:
             async with asyncio.timeout(self._timeout_s):
-                await connection.send_command(*command, check_health=False)
+                # The library's own Python takes seven times as long to make the same of it.
+                packed = pack_command(command)  # type: ignore[arg-type]  # its stub knows tuples of one alone
+                await connection.send_packed_command(packed, check_health=False)
                 return await connection.read_response()
         except ResponseError:
             raise
