@@ -335,10 +335,12 @@ class Fleet:
         metrics.waiting_seconds.set(signal.waiting_s)
         metrics.work.set(signal.work)
         refused = 0
-        for member in self.members.values():
-            fault = member.replica.fault
-            refused += bool(fault)
-            metrics.inflight_tokens.labels(member.replica.id).set(self.loads.of(member.replica.id).own.waiting_tokens)
+        for name, member in self.members.items():
+            metrics.inflight_tokens.labels(name).set(self.loads.of(name).own.waiting_tokens)
+            if member.replica.fault:
+                refused += 1
+            else:
+                metrics.index_blocks.labels(name).set(self.index.num_blocks(name))
         metrics.replicas_refused.set(refused)
 
 

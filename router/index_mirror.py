@@ -63,6 +63,7 @@ class _Ahead:
 class _Feed:
     replica: str
     generation: str
+    stream: bytes  # the key of its events
     is_loaded: bool = False  # its events are read and applied
     needed_seq: int | None = None  # something is missing before this number, a snapshot from there on is needed
     lease_seq: int = 0  # the replica's last event by its last lease
@@ -122,7 +123,7 @@ class IndexMirror:
         if feed is not None and feed.generation == generation:
             return
         self.forget(replica)
-        self._feeds[replica] = _Feed(replica, generation)
+        self._feeds[replica] = _Feed(replica, generation, self._keys.events(replica, generation).encode())
         self._has_changed.set()
 
     def forget(self, replica: str) -> None:
@@ -339,11 +340,7 @@ class IndexMirror:
         now = time.monotonic()
         is_soon = not all(feed.num_reads for feed in self._feeds.values())
         block_ms = _READ_BLOCK_SOON_MS if is_soon else _READ_BLOCK_MS
-        feeds = {
-            self._keys.events(feed.replica, feed.generation).encode(): feed
-            for feed in self._feeds.values()
-            if feed.is_loaded and feed.skipped_until_s <= now
-        }
+        feeds = {feed.stream: feed for feed in self._feeds.values() if feed.is_loaded and feed.skipped_until_s <= now}
         if not feeds:
             await asyncio.sleep(block_ms / 1000)
             await self._client.ping()
@@ -426,7 +423,6 @@ class IndexMirror:
                 self._metrics.index_event_lag_seconds.observe(max(0.0, now_ms - int(made_ms)) / 1000)
 
     def _applied(self, feed: _Feed) -> None:
-        self._metrics.index_blocks.labels(feed.replica).set(self.index.num_blocks(feed.replica))
         self._on_applied(feed.replica, self.index.last_seq(feed.replica))
 
     def _need_snapshot(self, feed: _Feed, seq: int, reason: str) -> None:
