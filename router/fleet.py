@@ -66,6 +66,7 @@ class Fleet:
         self.ready: dict[str, Member] = {}  # those that take user traffic; replaced, never changed
         self.ready_caches: dict[str, common_pb2.CacheState] = {}  # the same replicas' caches, as their leases tell
         self.bounds: dict[str, Bound] = {}  # of the same replicas: what each is given at most
+        self._full: set[str] = set()  # of the same, but for those whose load has changed since
         self.adapters = Adapters({})  # of the ready ones
         self.absent: dict[str, Absence] = {}  # the other members, and why they take none
         self.hung: dict[str, Absence] = {}  # those whose leases say that their engines stand still
@@ -229,8 +230,17 @@ class Fleet:
         return bound.is_reached(requests, tokens, num_choices)
 
     def full(self) -> set[str]:
-        """Those of the ready replicas that are."""
-        return {name for name in self.ready if self.is_full(name)}
+        """Those of the ready replicas that are, in a set of the caller's own.
+
+        Only those whose load has changed are looked at: it is asked for with each request that leaves the queue.
+        """
+        for name in self.loads.changed:
+            if name in self.ready and self.is_full(name):
+                self._full.add(name)
+            else:
+                self._full.discard(name)
+        self.loads.changed.clear()
+        return self._full.copy()
 
     def _bound(self, member: Member) -> Bound:
         lease, config = member.replica.lease, self.config
@@ -281,6 +291,7 @@ class Fleet:
         self.ready_caches = {name: member.replica.lease.cache for name, member in ready.items()}
         self.bounds = {name: self._bound(member) for name, member in ready.items()}
         self.adapters = Adapters({name: member.replica.lease for name, member in ready.items()})
+        self._full = {name for name in ready if self.is_full(name)}
 
     async def _follow_model(self) -> None:
         while not self._is_stopped:

@@ -155,6 +155,7 @@ class ReplicaLoad:
         "_turned_s",
         "_unconfirmed",
         "_waiting",
+        "changed",
         "foreign_requests",
         "foreign_tokens",
         "held_requests",
@@ -169,8 +170,9 @@ class ReplicaLoad:
         "waiting_tokens",
     )
 
-    def __init__(self, replica: str, model: ServiceModel) -> None:
+    def __init__(self, replica: str, model: ServiceModel, changed: set[str]) -> None:
         self.replica = replica
+        self.changed = changed  # the book's
         self.is_gone = False
         self.others: dict[str, Share] = {}  # by router; their sum is part of the counts below
         self.in_flight = 0  # sequences: a request of several choices counts as so many
@@ -224,12 +226,14 @@ class ReplicaLoad:
 
         What routers sent may have ended before the lease is read, but is in the peak: what exceeds that is foreign.
         """
+        self.changed.add(self.replica)
         self.foreign_requests = max(0, requests - max(self.peak[0], self.in_flight))
         self.foreign_tokens = max(0, waiting_tokens - max(self.peak[2], self.waiting_tokens))
         self.peak = NO_SHARE
 
     def falls(self) -> None:
         """The counts are about to fall."""
+        self.changed.add(self.replica)
         peak = self.peak
         if self.in_flight > peak[0] or self.waiting_tokens > peak[2]:
             self.peak = Share(max(self.in_flight, peak[0]), 0, max(self.waiting_tokens, peak[2]))
@@ -335,6 +339,7 @@ class Ticket:
         self._num_choices = num_choices
         self._waiting = True
         self._open = True
+        load.changed.add(load.replica)
         load.in_flight += num_choices
         load.waiting_requests += 1
         load.waiting_tokens += miss_tokens
@@ -388,6 +393,7 @@ class LoadBook:
     def __init__(self) -> None:
         self.model = ServiceModel()
         self.journal: Journal | None = None  # where there are other routers to tell
+        self.changed: set[str] = set()  # whose counts are others than when this was emptied
         self._replicas: dict[str, ReplicaLoad] = {}
         self._held: set[ReplicaLoad] = set()
 
@@ -398,7 +404,7 @@ class LoadBook:
         """The replica's load, empty at first."""
         load = self._replicas.get(replica)
         if load is None:
-            load = self._replicas[replica] = ReplicaLoad(replica, self.model)
+            load = self._replicas[replica] = ReplicaLoad(replica, self.model, self.changed)
         return load
 
     def charge(self, replica: str, miss_tokens: int, keys: Sequence[int], now: float, num_choices: int = 1) -> Ticket:
@@ -408,6 +414,7 @@ class LoadBook:
     def hold(self, replica: str, tokens: int) -> None:
         """A queued request wants this replica: those after it in the queue reckon with that."""
         load = self.of(replica)
+        self.changed.add(replica)
         load.held_requests += 1
         load.held_tokens += tokens
         self._held.add(load)
@@ -415,6 +422,7 @@ class LoadBook:
     def release_holds(self) -> None:
         """The look at the queue is over, or begins again."""
         for load in self._held:
+            self.changed.add(load.replica)
             load.held_requests = load.held_tokens = 0
         self._held.clear()
 
@@ -456,6 +464,7 @@ class LoadBook:
         load = self._replicas.pop(replica, None)
         if load is not None:
             load.is_gone = True
+            self.changed.add(replica)
 
     @property
     def in_flight(self) -> int:

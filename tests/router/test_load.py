@@ -7,7 +7,7 @@ from array import array
 
 import pytest
 
-from router.load import LoadBook, Ticket
+from router.load import LoadBook, Share, Ticket
 
 
 def test_a_charge_is_released_once_however_often_it_is_closed() -> None:
@@ -22,6 +22,39 @@ def test_a_charge_is_released_once_however_often_it_is_closed() -> None:
     ticket.close(3)
     assert (load.in_flight, load.waiting_requests, load.waiting_tokens) == (0, 0, 0)
     assert not load.pending
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_whose_counts_have_changed_is_known(seed: int) -> None:
+    rng = random.Random(seed)
+    book, tickets = LoadBook(), [LoadBook().charge("w0", 1, [], now=0)]
+    names = [f"w{number}" for number in range(4)]
+
+    def counts(name: str) -> tuple[int, ...]:
+        load = book.of(name)
+        theirs = load.foreign_requests, load.foreign_tokens, load.held_requests
+        return (load.in_flight, load.waiting_tokens, *theirs)
+
+    for step in range(500):
+        before = {name: counts(name) for name in names}
+        book.changed.clear()
+        name, ticket = rng.choice(names), rng.choice(tickets)
+        match rng.randrange(8):
+            case 0 | 1:
+                tickets.append(book.charge(name, rng.randrange(100), [], step, num_choices=rng.randrange(1, 3)))
+            case 2:
+                ticket.first_token(step)
+            case 3:
+                ticket.close(step, event_seq=step)
+            case 4:
+                book.set_share("other", name, Share(rng.randrange(3), 1, rng.randrange(99)), step)
+            case 5:
+                book.hold(name, 5)
+            case 6:
+                rng.choice([book.release_holds, lambda: book.forget(name)])()  # noqa: B023
+            case 7:
+                book.of(name).told(rng.randrange(9), rng.randrange(999))
+        assert {name for name in names if counts(name) != before[name]} <= book.changed
 
 
 def test_pending_blocks_count_until_the_index_has_the_request_s_own_events() -> None:
