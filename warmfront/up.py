@@ -6,7 +6,6 @@ import asyncio
 import json
 import os
 import secrets
-import shutil
 import signal
 import sys
 from collections.abc import Callable, Iterator
@@ -28,6 +27,7 @@ from warmfront.options import SectionedCommand, fill, warn_of_typed_password, wi
 from warmfront.preflight import check_settings, gpus_of, on_as_many_gpus
 from warmfront.processes import tail
 from warmfront.run_dir import RUN_DIR_ENV, Process, RunDir, write_private
+from warmfront.shown import examples, typed_command
 from warmfront.starting import step_of, summary
 from warmfront.store import EmbeddedValkey, lasting_port
 from warmfront.values import format_duration, mask_url
@@ -105,41 +105,6 @@ def _end_signals() -> list[signal.Signals]:
     """The signals that end a cluster."""
     has_terminal = signal.getsignal(signal.SIGHUP) != signal.SIG_IGN  # else it was started by nohup
     return [signal.SIGINT, signal.SIGTERM, *([signal.SIGHUP] if has_terminal else [])]
-
-
-def examples(http: str, model: str, *, asks_for_certificates: bool) -> list[str]:
-    """How to ask a cluster, with curl and from Python; which files a client takes for TLS only the reader knows."""
-    hints, curl, tls, client, names = [], "", "", "", "OpenAI"
-    if http.startswith("https:"):
-        hints = ["  CA stands for the file of the authority that you believe; WARMFRONT_CA names it to `warmfront`."]
-        curl, tls = " --cacert CA", 'import ssl; tls = ssl.create_default_context(cafile="CA"); '
-        client, names = ", http_client=DefaultHttpxClient(verify=tls)", "DefaultHttpxClient, OpenAI"
-    if asks_for_certificates:
-        hints += ["  CERT and KEY are what you show yourself, by --tls-client-ca: WARMFRONT_CERT and WARMFRONT_KEY."]
-        curl += " --cert CERT --key KEY"
-        tls += 'tls.load_cert_chain("CERT", "KEY"); '
-    ask = f'model="{model}", max_tokens=64, messages=[{{"role": "user", "content": "Hello!"}}]'
-    return [
-        *([*hints, ""] if hints else []),
-        f"  curl{curl} {http}/v1/chat/completions -H 'content-type: application/json' \\",
-        f"""    -d '{{"model": "{model}", "max_tokens": 64, "messages": [{{"role": "user", "content": "Hello!"}}]}}'""",
-        "",
-        "  pip install openai",
-        f"  python -c '{tls}from openai import {names}; "
-        f'client = OpenAI(base_url="{http}/v1", api_key="none"{client}); '
-        f"print(client.chat.completions.create({ask}).choices[0].message.content)'",
-    ]
-
-
-def typed_command() -> str:
-    """How a person types ``warmfront`` here: its path, from this folder if it is below, where PATH does not have it."""
-    script = Path(sys.executable).with_name("warmfront")
-    found = shutil.which("warmfront")
-    if found is not None and (not script.exists() or Path(found).samefile(script)):
-        return "warmfront"
-    if not script.exists():
-        return f"{sys.executable} -m warmfront"
-    return str(script.relative_to(Path.cwd()) if script.is_relative_to(Path.cwd()) else script)
 
 
 class _Cluster:

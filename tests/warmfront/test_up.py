@@ -13,8 +13,8 @@ from warmfront.flags import UpConfig
 from warmfront.preflight import on_as_many_gpus
 from warmfront.processes import LONGEST_BACKOFF_S, backoff_s
 from warmfront.run_dir import RUN_DIR_ENV, RunDir, all_run_dirs
+from warmfront.shown import typed_command
 from warmfront.store import EmbeddedValkey, check_redis
-from warmfront.up import typed_command
 
 PORTS = ("--http-port", "0", "--grpc-port", "0")
 
