@@ -43,17 +43,26 @@ def test_the_table_agrees_with_a_dict_whatever_comes_and_goes(seed: int, is_slow
 
 
 def test_no_single_event_pays_for_the_table_to_double_or_to_shrink() -> None:
+    """And at every moment between two sizes the table is right."""
     rng = random.Random(3)
     keys = array("Q", [rng.getrandbits(64) for _ in range(21_000)])
     table, sizes = KeyTable(step_buckets=16), [8]
     for start in range(0, len(keys), 10):
         table.insert_run(keys[start : start + 10], start)
         sizes.append(table.num_buckets)
+        asked = rng.sample(range(len(keys)), 5)
+        assert [table.find(keys[at]) for at in asked] == [at if at < start + 10 else ABSENT for at in asked]
+        assert table.num_absent(keys[start + 10 : start + 40] + keys[start : start + 1]) == len(
+            keys[start + 10 : start + 40]
+        )
     assert [table.find(key) for key in keys] == list(range(len(keys)))
     assert max(sizes) == 8192
     for start in range(0, len(keys), 10):
         table.delete_many(keys[start : start + 10])
         sizes.append(table.num_buckets)
+        asked = rng.sample(range(len(keys)), 5)
+        assert [table.find(keys[at]) for at in asked] == [at if at >= start + 10 else ABSENT for at in asked]
+        assert table.num_absent(keys[max(0, start - 20) : start + 11]) == min(30, start + 10)
     assert table.num_buckets == 8
     assert max(abs(after - before) for before, after in itertools.pairwise(sizes)) <= 16 + 2 * 10
 

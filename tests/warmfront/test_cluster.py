@@ -319,6 +319,7 @@ def test_a_signal_during_the_start_leaves_nothing(temp_root: Path, tmp_path: Pat
     assert all_run_dirs() == []
 
 
+@pytest.mark.slow
 def test_a_signal_while_ray_starts_is_told_at_once_and_leaves_nothing(temp_root: Path, tmp_path: Path) -> None:
     with started(tmp_path) as up:
         wait_for(lambda: "starting Ray" in up.err.read_text(), "the start of Ray")
