@@ -24,7 +24,7 @@ async def test_a_part_that_cannot_be_started_is_tried_again_and_hides_nobody_els
     logs.mkdir()
     redis_url = "redis://127.0.0.1:1/0"  # nobody: the process ends by itself
     parts = ChildProcesses(RunDir(path=tmp_path), logs, {})
-    await parts.begin("few")  # whose controller wants nothing yet: there is no file
+    await parts.begin("few", asyncio.Event())  # whose controller wants nothing yet: there is no file
     logs.rename(tmp_path / "away")  # somebody tidies up
     await asyncio.to_thread(parts.start, Group(role="worker", count=1, settings={"redis": redis_url}), "w7", "abc")
     (seen,) = await asyncio.to_thread(parts.look, {})
@@ -46,7 +46,7 @@ async def test_many_workers_that_hang_are_looked_at_together(tmp_path: Path, tem
     redis_url = valkey.url
     (tmp_path / "logs").mkdir()
     parts = ChildProcesses(RunDir(path=tmp_path), tmp_path / "logs", {})
-    await parts.begin("many")
+    await parts.begin("many", asyncio.Event())
     settings = {"redis": redis_url, "fleet": "many", "engine": "simulated", "model": "bytes"}
     for name in ("w0", "w1", "w2"):
         await asyncio.to_thread(parts.start, Group(role="worker", count=3, settings=settings), name, "abc")
