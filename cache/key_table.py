@@ -5,9 +5,9 @@ are the bucket, and a bucket is eight slots in any order, one line of a processo
 bucket (some per cent of a full table) stands in a dict beside it. Many keys go in and out at once by numpy, whole
 buckets at a time, single ones by plain searches of the same memory.
 
-It doubles and shrinks in place and little by little, a few thousand buckets with each call that changes it, so that no
-event waits for it: bucket after bucket is split in two, by one more bit of its keys, or the last ones are merged into
-those that they once came from (linear hashing, Litwin 1980). The memory is mapped anonymously: that can be made longer
+It doubles and shrinks in place and little by little, some buckets with each call that changes it, so that no event
+waits for it: bucket after bucket is split in two, by one more bit of its keys, or the last ones are merged into those
+that they once came from (linear hashing, Litwin 1980). The memory is mapped anonymously: that can be made longer
 without a copy, and takes no pages before they are written.
 """
 
