@@ -29,6 +29,8 @@ ABSENT = -1
 _WIDTH, _WIDTH_BITS = 8, 3
 _KEY_BYTES, _BUCKET_BYTES = 8, 64  # of keys; places take as much
 _MIN_BUCKETS = 8
+_BEYOND_BYTES = 8
+"""Behind the last key: up to Python 3.11.4 a search reads a byte beyond its end (gh-105235), where no memory may be."""
 _MOST, _FEWEST = 0.6, 0.1  # keys per slot: above it grows, below it shrinks
 _STEP_PER_KEY = 2
 """Buckets that a call splits or merges beyond its step: so many that those still whole are not overfull meanwhile."""
@@ -68,7 +70,7 @@ class KeyTable:
 
     def __init__(self, step_buckets: int = 8) -> None:
         self._step = step_buckets
-        self._key_memory = _memory(_BUCKET_BYTES * _MIN_BUCKETS)
+        self._key_memory = _memory(_BUCKET_BYTES * _MIN_BUCKETS + _BEYOND_BYTES)
         self._place_memory = _memory(_BUCKET_BYTES * _MIN_BUCKETS)
         self._spill_memory = _memory(_MIN_BUCKETS)
         self._spilled: dict[int, array[int]] = {}  # by bucket: key, place, key, place ...
@@ -329,7 +331,7 @@ class KeyTable:
         """Gives the memory this length. What is new of it is empty, or what was there before."""
         # Mapped memory keeps its length while it is looked at.
         del self._keys, self._key_cells, self._rows, self._places, self._place_cells, self._has_spilled
-        self._key_memory.resize(_BUCKET_BYTES * num_buckets)
+        self._key_memory.resize(_BUCKET_BYTES * num_buckets + _BEYOND_BYTES)
         self._place_memory.resize(_BUCKET_BYTES * num_buckets)
         self._spill_memory.resize(num_buckets)
         self._view()
