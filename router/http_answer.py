@@ -62,7 +62,7 @@ class Answer:
         self._requests = requests
         self._is_chat = is_chat
         self._request_id = request_id
-        self._session = hint_of(headers) or body.prompt_cache_key or ""
+        self._session = hint_of(headers) or body.hint
         self._tenant = headers.get("x-warmfront-tenant", "") if config.trust_tenant_header else ""
         self._route = Route(trace=trace)  # of the first prompt: what the headers tell
         self._wants_explanation = headers.get(EXPLAIN_HEADER) == "1"

@@ -48,6 +48,7 @@ _BOTH: NotOffered = {
     "return_token_offsets": (False,),
     "routed_experts_prompt_start": (0,),
     "return_mm_kwargs": (True,),
+    "mm_payload": ("tensors",),
     # What becomes of the prompt
     "truncate_prompt_tokens": (),
     "truncation_side": ("left", "right"),  # where it is truncated

@@ -98,7 +98,8 @@ class _Common(Struct, forbid_unknown_fields=True, kw_only=True):
     store: Ignored = None
     service_tier: Ignored = None
     safety_identifier: Ignored = None
-    prompt_cache_key: str | None = None  # a session, where the header gives none
+    prompt_cache_key: str | None = None  # `hint` says what for
+    session_id: str | None = None  # vLLM's
     prompt_cache_retention: Ignored = None
 
     # Internal to router and worker: never taken from a client.
@@ -107,6 +108,11 @@ class _Common(Struct, forbid_unknown_fields=True, kw_only=True):
     synthetic: Ignored = None
     tenant: Ignored = None
     num_prior_output_tokens: Ignored = None
+
+    @property
+    def hint(self) -> str:
+        """What it says its requests have in common, for where no header says it."""
+        return self.session_id or self.prompt_cache_key or ""
 
 
 class ChatBody(_Common):
@@ -182,13 +188,13 @@ def parse_explain(body: bytes) -> int | str | tuple[inference_pb2.GenerateReques
         raise InvalidRequestError(f"the body is not valid UTF-8: {error}") from None
     if "messages" in fields:
         chat = parse(body, ChatBody)
-        return chat_request(chat), chat.prompt_cache_key or ""
+        return chat_request(chat), chat.hint
     if "prompt" in fields:
         completion = parse(body, CompletionBody)
         requests = completion_requests(completion)
         if len(requests) > 1:
             raise InvalidRequestError(f"prompt has {len(requests)} entries: ask about one at a time", param="prompt")
-        return requests[0], completion.prompt_cache_key or ""
+        return requests[0], completion.hint
     try:
         which = decode(body, _Which)
     except msgspec.ValidationError as error:

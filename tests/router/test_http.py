@@ -343,6 +343,28 @@ async def test_without_prefix_caching_nothing_is_predicted_and_load_is_balanced(
     assert all(2 <= len(worker.requests) <= 18 for worker in cluster.workers.values())  # by lot: 1 in 20,000 fails
 
 
+async def test_hints_of_the_body_give_sessions_a_home_where_no_header_does(cluster: Cluster) -> None:
+    for number in range(4):
+        await cluster.add_worker(f"w{number}")
+    await cluster.add_router(policy="session")
+
+    async def homes(headers: dict[str, str] | None = None, **hints: str) -> set[str]:
+        body = {**COMPLETION, **hints}
+        answers = [
+            await cluster.http.post("/v1/completions", json={**body, "prompt": f"{n} " * 40}, headers=headers)
+            for n in range(8)  # without a home all go to one in 1 of 16,000
+        ]
+        return {answer.headers["x-warmfront-replica"] for answer in answers}
+
+    (home,) = await homes({"x-warmfront-session": "a"})
+    assert await homes(prompt_cache_key="a") == await homes(session_id="a") == {home}
+    for other in "bcdefghijklmnop":
+        if await homes(session_id=other) != {home}:
+            break
+    assert await homes(session_id="a", prompt_cache_key=other) == {home}
+    assert await homes({"x-warmfront-session": "a"}, session_id=other) == {home}
+
+
 async def test_a_tenant_header_counts_only_where_it_is_trusted(cluster: Cluster) -> None:
     worker = await cluster.add_worker("w0")
     await cluster.add_router(trust_tenant_header=True)
