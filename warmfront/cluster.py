@@ -185,7 +185,7 @@ def start_local_ray(home: Path, token: Path, env: dict[str, str], output: Path) 
 
 def gcs_process() -> subprocess.Popen[bytes] | None:
     """The process of the GCS of the Ray cluster that this process has started; None where Ray does not tell."""
-    node: Any = importlib.import_module("ray._private.worker")._global_node
+    node: Any = getattr(importlib.import_module("ray._private.worker"), "_global_node", None)
     started: list[Any] = node.all_processes.get("gcs_server", []) if node is not None else []
     return started[0].process if started else None
 

@@ -151,15 +151,21 @@ def test_a_replica_that_answers_warm_turns_is_not_thought_slow() -> None:
     assert book.of("warm").speed == pytest.approx(1000, rel=0.02)
 
 
+def passed_by_two(book: LoadBook, now: float) -> tuple[Ticket, float]:
+    """A long prompt that waits, and when the second of two short ones that went before its end is done."""
+    long = book.charge("w0", 800, (), now)
+    for _ in range(2):
+        short = book.charge("w0", 100, (), now + 0.3)
+        now += 0.4
+        short.first_token(now)
+        short.close(now)
+    return long, now
+
+
 def test_short_prompts_that_pass_a_long_one_do_not_make_it_look_fast() -> None:
     book, now = LoadBook(), 0.0
     for _ in range(100):  # 1,000 tokens/s: the long prompt begins, two short ones go before its end
-        long = book.charge("w0", 800, (), now)
-        for _ in range(2):
-            short = book.charge("w0", 100, (), now + 0.3)
-            now += 0.4
-            short.first_token(now)
-            short.close(now)
+        long, now = passed_by_two(book, now)
         now += 0.2
         long.first_token(now)
         long.close(now)
@@ -181,12 +187,7 @@ def test_prompts_that_are_done_in_one_step_are_counted_together() -> None:
 def test_a_long_prompt_that_nobody_waits_for_any_more_leaves_the_speed_as_it_was() -> None:
     book, now = LoadBook(), 0.0
     for _ in range(100):  # 1,000 tokens/s
-        long = book.charge("w0", 800, (), now)
-        for _ in range(2):
-            short = book.charge("w0", 100, (), now + 0.3)
-            now += 0.4
-            short.first_token(now)
-            short.close(now)
+        long, now = passed_by_two(book, now)
         long.close(now)  # its client has left
         now = serve(book, "w0", 100, 0.1, now)
         long, other = book.charge("w0", 800, (), now), book.charge("w0", 300, (), now)
