@@ -224,7 +224,10 @@ class Worker:
         self.replica.host_tokens_per_s = loaded.host_tokens_per_s
         adapters = self._start_engine(loaded, reporter)
         for name, folder in self._config.own_adapters.items():
-            await adapters.load_own(name, folder)
+            if not self._drain_asked.is_set():
+                await adapters.load_own(name, folder)
+        if self._drain_asked.is_set():
+            return False
         self._set_state(common_pb2.WARMING)
         if not await self._prewarm(loaded, adapters, reporting):
             return False

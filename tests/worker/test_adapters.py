@@ -25,7 +25,7 @@ from tests.worker.served import Client, Served, config_for, serve
 from tests.worker.test_main import lease_of
 from worker.adapters import find_folder, read_files
 from worker.config import ConfigError, WorkerConfig
-from worker.main import EXIT_WRONG_USE, Worker
+from worker.main import EXIT_OK, EXIT_WRONG_USE, Worker
 from worker.peft import CONFIG_FILE, TENSORS_FILE, AdapterError
 from worker.replica import Loaded, Progress
 from worker.simulated import UncheckedReader
@@ -268,10 +268,8 @@ async def test_two_loads_at_once_under_one_name_have_one_winner(valkey_url: str,
         assert len(served.runner.adapters) == 1
 
 
-@asynccontextmanager
-async def slow_loads(valkey_url: str, folder: Path) -> AsyncIterator[tuple[Served, threading.Event]]:
-    """A worker on which the adapter whose content is "slow" is not read before the event is set."""
-    gate = threading.Event()
+def slow_worker(config: WorkerConfig, runner: FakeRunner, gate: threading.Event) -> Worker:
+    """One on which the adapter whose content is "slow" is not read before the event is set."""
 
     class SlowReader(UncheckedReader):
         def __call__(self, config: bytes, tensors: bytes) -> tuple[None, int]:
@@ -281,9 +279,15 @@ async def slow_loads(valkey_url: str, folder: Path) -> AsyncIterator[tuple[Serve
     def loader(config: WorkerConfig, progress: Progress) -> Loaded:
         return dataclasses.replace(fake_loader(runner=runner)(config, progress), adapter_reader=SlowReader(64))
 
-    config = config_with(valkey_url, folder)
+    return Worker(config, loader)
+
+
+@asynccontextmanager
+async def slow_loads(valkey_url: str, folder: Path) -> AsyncIterator[tuple[Served, threading.Event]]:
+    """A ``slow_worker`` that is READY, and its event."""
+    gate, config = threading.Event(), config_with(valkey_url, folder)
     runner = FakeRunner(201, config.block_size)
-    worker, ready = Worker(config, loader), asyncio.Event()
+    worker, ready = slow_worker(config, runner, gate), asyncio.Event()
     life = asyncio.create_task(worker.run(lambda _: ready.set()))
     await ready.wait()
     client = Client(worker.replica.address)
@@ -296,11 +300,9 @@ async def slow_loads(valkey_url: str, folder: Path) -> AsyncIterator[tuple[Serve
         assert await life == 0
 
 
-async def until_loading(served: Served) -> None:
-    adapters = served.worker._service._adapters
-    assert adapters is not None
+async def until_loading(worker: Worker) -> None:
     async with asyncio.timeout(20):
-        while not adapters._loading.locked():
+        while (adapters := worker._service._adapters) is None or not adapters._loading.locked():
             await asyncio.sleep(0.001)
 
 
@@ -310,7 +312,7 @@ async def test_neither_requests_nor_unloads_wait_for_a_slow_load(valkey_url: str
     async with slow_loads(valkey_url, tmp_path) as (served, gate):
         await load(served.client, "a", "a")
         slow = asyncio.create_task(load(served.client, "b", "b"))
-        await until_loading(served)
+        await until_loading(served.worker)
         assert await cached(served, lora="a") == 0
         assert (await unload(served.client, "a")).running == 0
         assert not slow.done()
@@ -325,7 +327,7 @@ async def test_a_load_goes_on_when_its_client_has_left(valkey_url: str, tmp_path
             worker_pb2.LoadWorkerLoraRequest(name="a", path="a"), metadata=served.client.metadata
         )
         calling = asyncio.ensure_future(call)
-        await until_loading(served)
+        await until_loading(served.worker)
         call.cancel()
         with pytest.raises(asyncio.CancelledError):
             await calling
@@ -370,6 +372,24 @@ async def test_a_worker_whose_own_adapter_is_wrong_ends_with_2(
     assert "use_dora" in caplog.text
     assert await Worker(config_for(valkey_url, lora=("a=/no/such",)), fake_loader()).run() == EXIT_WRONG_USE
     assert "--lora a: there is no folder /no/such" in caplog.text
+
+
+async def test_a_worker_that_drains_while_its_own_adapters_load_is_never_ready(
+    valkey_url: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO")
+    own = (f"a={write(tmp_path / 'a', b'slow')}", f"b={write(tmp_path / 'b')}")
+    config = config_for(valkey_url, lora=own, prewarm=False)
+    gate, addresses = threading.Event(), list[str]()
+    worker = slow_worker(config, FakeRunner(201, config.block_size), gate)
+    life = asyncio.create_task(worker.run(addresses.append))
+    await until_loading(worker)
+    worker.drain()
+    gate.set()
+    assert await life == EXIT_OK
+    assert (addresses, "state=READY" in caplog.text) == ([], False)
+    assert worker._service._adapters is not None
+    assert [one.adapter.name for one in worker._service._adapters.listed] == ["a"], "the other one has not begun"
 
 
 @pytest.mark.parametrize(
