@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import signal
+
+if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # else it is ignored: nohup, or a script's &
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # until a command runs: an import that it meets ends in a traceback
+
 import importlib
 import logging
 import os
@@ -66,6 +71,8 @@ def cli() -> None:
 
     Start with `warmfront up`, then `warmfront chat` in another terminal.
     """
+    if signal.getsignal(signal.SIGINT) is signal.SIG_DFL:  # the command's module has been imported
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def main(arguments: list[str] | None = None) -> Any:

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import dataclasses
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -208,6 +209,28 @@ def test_help_names_every_command_without_importing_one() -> None:
     for name in ("up", "chat", "status", "compare", "generate", "drain", "down", "router", "worker", "config"):
         assert f"\n  {name} " in done.stdout
     assert done.stdout.strip().endswith("[] False")
+
+
+@pytest.mark.parametrize("module", ["click", "warmfront.rollout"])
+def test_ctrl_c_while_modules_are_imported_ends_without_a_traceback(module: str) -> None:
+    code = (
+        "import os, signal, sys\n"
+        "class Interrupts:\n"
+        "    def find_spec(self, name, path, target=None):\n"
+        f"        if name == {module!r}:\n"
+        "            os.kill(os.getpid(), signal.SIGINT)\n"
+        "sys.meta_path.insert(0, Interrupts())\n"
+        "signal.signal(signal.SIGINT, signal.default_int_handler)\n"  # it is ignored where the tests run under nohup
+        "from warmfront.__main__ import main\n"
+        "main(['rollout', '--help'])\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout, done.stderr.strip()) == (-signal.SIGINT, "", "")
+
+
+def test_ctrl_c_is_the_command_s_own_once_it_runs(cli: Cli) -> None:
+    cli("config", "show", "up")
+    assert signal.getsignal(signal.SIGINT) in (signal.default_int_handler, signal.SIG_IGN)
 
 
 def test_version(cli: Cli) -> None:
