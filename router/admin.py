@@ -7,7 +7,7 @@ from warmfront_pb.v1 import admin_pb2, common_pb2
 
 from common.protocol import PROTOCOL_VERSION
 from router.dispatch import Dispatcher
-from router.errors import InvalidRequestError, NoReplicaReadyError, NotFoundError
+from router.errors import InvalidRequestError, NoReplicaReadyError
 from router.fleet import Fleet, Member
 from router.worker_client import WorkerError
 
@@ -61,10 +61,7 @@ class Admin:
         """Let a replica end its requests and leave; how many it still answers. Raises ``RouterError``."""
         if not replica:
             raise InvalidRequestError("replica is missing: name the one to drain", param="replica")
-        member = self._fleet.members.get(replica)
-        if member is None:
-            known = ", ".join(sorted(self._fleet.members)) or "none"
-            raise NotFoundError(f"replica {replica!r} is not in the fleet; known: {known}", param="replica")
+        member = self._fleet.member(replica)
         try:
             return await member.client.drain(deadline_ms, _DRAIN_TIMEOUT_S)
         except WorkerError as error:

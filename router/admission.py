@@ -159,7 +159,7 @@ class Admission(Generic[T]):
 
     def begin_drain(self, timeout_s: float) -> None:
         """Those who wait may go until ``timeout_s`` has passed; who is left then is told to try elsewhere."""
-        if self._drained_by_s is not None:
+        if self.is_draining:
             return
         self._drained_by_s = time.monotonic() + timeout_s
         for waiter in self._queue:
@@ -167,7 +167,7 @@ class Admission(Generic[T]):
 
     def _add(self, waiter: Waiter[T]) -> None:
         now = time.monotonic()
-        if self._drained_by_s is not None:
+        if self.is_draining:
             self._metrics.rejected.labels("draining").inc()
             raise _draining()
         if not self._queue:
@@ -178,8 +178,8 @@ class Admission(Generic[T]):
             self._metrics.rejected.labels("queue_full").inc()
             raise self._overloaded(f"every replica is busy and the queue is full: {error}", now) from None
         for one in gave_way:
-            error_ = self._overloaded("every replica is busy, the queue is full and others had less of it", now)
-            self._reject(one, "gave_way", error_)
+            text = "every replica is busy, the queue is full and others had less of it"
+            self._reject(one, "gave_way", self._overloaded(text, now))
         self._report()
         self.look()
         if self._ticker is None:

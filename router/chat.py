@@ -32,9 +32,8 @@ class ChatTemplate:
         self._knows_developers = "developer" in source
         try:
             self._template = environment.from_string(source)
-            self._template.globals = dict(
-                self._template.globals
-            )  # copied for each rendering, which a ChainMap makes slow
+            # They are copied for each rendering, which a ChainMap makes slow.
+            self._template.globals = dict(self._template.globals)
         except jinja2.TemplateSyntaxError as error:
             raise UnsupportedError(f"the model's chat template does not compile: {error}") from error
 

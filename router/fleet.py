@@ -22,7 +22,7 @@ from router.autoscale import signal_of
 from router.breaker import Breaker
 from router.chain_memo import ChainMemo
 from router.config import RouterConfig
-from router.errors import NoReplicaReadyError, RouterError
+from router.errors import NoReplicaReadyError, NotFoundError, RouterError
 from router.explain import Absence
 from router.flow import Bound, bound_of
 from router.gate import Gate
@@ -138,6 +138,14 @@ class Fleet:
                 f"no replica of fleet {self.config.fleet!r} has told its model yet: retry soon", retry_after_s=1
             )
         return self._profile
+
+    def member(self, replica: str) -> Member:
+        """The member of this name, ready or not. Raises ``NotFoundError``."""
+        member = self.members.get(replica)
+        if member is None:
+            known = ", ".join(sorted(self.members)) or "none"
+            raise NotFoundError(f"replica {replica!r} is not in the fleet; known: {known}", param="replica")
+        return member
 
     def why_not_ready(self) -> str:
         """Empty when requests can be answered and placed by an index that has been loaded."""
@@ -392,6 +400,6 @@ def _hung(member: Member) -> Absence:
     return Absence(common_pb2.ReplicaState.Name(lease.state), "hung", detail)
 
 
-def _report_end(task: "asyncio.Task[None]") -> None:
+def _report_end(task: asyncio.Task[None]) -> None:
     if not task.cancelled() and task.exception() is not None:
         log.critical("a background task ended: the router's view stands still", exc_info=task.exception())

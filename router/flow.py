@@ -273,9 +273,7 @@ class _Class(Generic[W]):
 
     def __init__(self) -> None:
         self.ring: OrderedDict[str, _Tenant[W]] = OrderedDict()
-        self.debts: OrderedDict[str, tuple[float, int]] = (
-            OrderedDict()
-        )  # of those who left: deficit, and in which round
+        self.debts: OrderedDict[str, tuple[float, int]] = OrderedDict()  # who left: deficit, and in which round
         self.passed = 0  # services of higher classes since its own last one
 
     def join(self, name: str, quantum: float) -> _Tenant[W]:

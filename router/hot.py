@@ -85,11 +85,10 @@ class HotPrefixes:
             try:
                 await self._write(tokenizer())
             except (RedisError, OSError) as error:
-                for key in (
-                    await remove_wrong_types(self._client, {self._keys.hot: "zset"}) if is_wrong_type(error) else ()
-                ):
-                    log.error("redis held another type under key=%s: removed", key)
-                log.debug("hot prefixes are not written, redis is away error=%r", str(error))
+                log.debug("hot prefixes are not written error=%r", str(error))
+                if is_wrong_type(error):
+                    for key in await remove_wrong_types(self._client, {self._keys.hot: "zset"}):
+                        log.error("redis held another type under key=%s: removed", key)
 
     async def _write(self, tokenizer: str) -> None:
         # What was hit in the first half of its time is written, and its key, should this be the last write, lives for

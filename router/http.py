@@ -9,7 +9,7 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import nullcontext
 from functools import partial
 from importlib.metadata import version
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, TypeVar
 
 import msgspec
 import uvicorn
@@ -49,6 +49,7 @@ from router.service import hint_of, request_id_of
 log = logging.getLogger(__name__)
 
 _TIMEOUT = re.compile(r"(\d{1,9}(?:\.\d{1,9})?)(s|ms)?")
+_T = TypeVar("_T")
 _MAX_DRAINED_BODIES = 4  # a body too long is read and dropped up to so many limits, so that the client sees the answer
 
 
@@ -177,6 +178,13 @@ class HttpFront:
             raise BodyTooLargeError(f"the body is longer than {limit} bytes: shorten the prompt")
         return b"".join(chunks)
 
+    async def _object(self, http: Request, kind: type[_T], form: str) -> _T:
+        """The body of an order, read. Raises ``InvalidRequestError`` that shows the ``form`` it should have."""
+        try:
+            return openai_api.decode(await self._body(http.receive), kind)
+        except (msgspec.DecodeError, UnicodeDecodeError) as error:
+            raise InvalidRequestError(f"the body is not {form}: {error}") from None
+
     def _stalled(self) -> None:
         self._metrics.stalled.inc()
         log.warning("a client took nothing of its answer and was cut off after_s=%g", self._config.stall_timeout_s)
@@ -209,10 +217,7 @@ class HttpFront:
         return json_response(self._admin.replicas_json())
 
     async def _drain(self, http: Request) -> Response:
-        try:
-            body = openai_api.decode(await self._body(http.receive), _DrainBody)
-        except (msgspec.DecodeError, UnicodeDecodeError) as error:
-            raise InvalidRequestError(f'the body is not {{"replica": NAME, "deadline_ms": N}}: {error}') from None
+        body = await self._object(http, _DrainBody, '{"replica": NAME, "deadline_ms": N}')
         running = await self._admin.drain(body.replica, body.deadline_ms)
         return json_response({"replica": body.replica, "running": running})
 
@@ -236,10 +241,7 @@ class HttpFront:
         return json_response(as_json(await self._lora.listed()))
 
     async def _load_lora(self, http: Request) -> Response:
-        try:
-            body = openai_api.decode(await self._body(http.receive), _LoraBody)
-        except (msgspec.DecodeError, UnicodeDecodeError) as error:
-            raise InvalidRequestError(f'the body is not {{"name": NAME, "path": FOLDER}}: {error}') from None
+        body = await self._object(http, _LoraBody, '{"name": NAME, "path": FOLDER}')
         loaded = await self._lora.load(body.name, body.path, body.replica)
         return json_response(as_json(loaded), status=200 if loaded.complete else 207)
 

@@ -23,6 +23,7 @@ from router.errors import HTTP_STATUS, BodyTooSlowError, RouterError
 from router.explain import as_json, explain
 from router.fleet import Fleet
 from router.request import Work
+from router.segments import unpack_ids
 from router.service import EXPLAIN_HEADER, hint_of
 
 log = logging.getLogger(__name__)
@@ -36,10 +37,7 @@ _STREAM_HEADERS = (
 
 
 class Answer:
-    """One HTTP request's way through dispatch, and its answer in OpenAI's form, whole or as events.
-
-    Called as one of Starlette's responses.
-    """
+    """One HTTP request's answer; called as one of Starlette's responses."""
 
     def __init__(
         self,
@@ -193,7 +191,7 @@ class Answer:
             item["finish_reason"] = choice.finish_reason
             item["stop_reason"] = choice.stop_reason
             if self._body.return_token_ids:
-                item["token_ids"] = openai_api.token_ids_json(bytes(choice.token_ids))
+                item["token_ids"] = unpack_ids(bytes(choice.token_ids))
             items.append(item)
         usage = openai_api.usage_json(self._usages)
         return {**self._head, "choices": items, "usage": usage, **self._explanation()}
@@ -242,7 +240,7 @@ class Answer:
                 item["finish_reason"] = message.finish_reason
                 item["stop_reason"] = message.stop_reason or None
             if self._body.return_token_ids:
-                item["token_ids"] = openai_api.token_ids_json(message.token_ids)
+                item["token_ids"] = unpack_ids(message.token_ids)
             items.append(item)
         choice.num_chars += len(message.text)
         return items

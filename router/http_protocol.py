@@ -47,7 +47,7 @@ class GuardedProtocol(HttpToolsProtocol):
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
-        """Bytes of a client."""
+        """Bytes of a client. As uvicorn's own, but for upgrades, which it takes for the end, and for long heads."""
         self._unset_keepalive_if_required()
         try:
             try:

@@ -90,7 +90,7 @@ class IndexMirror:
 
     def __init__(
         self,
-        client: "redis_asyncio.Redis",
+        client: redis_asyncio.Redis,
         keys: FleetKeys,
         index: PrefixIndex,
         metrics: RouterMetrics,
@@ -99,8 +99,8 @@ class IndexMirror:
     ) -> None:
         self.index = index
         self.online = False
+        # Whether at some time every replica's snapshot and the stream after it had been read, or tried often enough.
         self.was_loaded = False
-        """Whether once every replica's snapshot and the stream after it had been read, or tried often enough."""
         self._client = client
         self._line = Line(client)
         self._keys = keys
@@ -336,7 +336,7 @@ class IndexMirror:
         return self._feeds.get(feed.replica) is feed
 
     async def _read_streams(self) -> bool:
-        """Read on in every stream; return when there was something new, or after a while, and which."""
+        """Wait a while for something new in any stream and take it in; whether anything came."""
         now = time.monotonic()
         is_soon = not all(feed.num_reads for feed in self._feeds.values())
         block_ms = _READ_BLOCK_SOON_MS if is_soon else _READ_BLOCK_MS

@@ -84,7 +84,6 @@ class Health:
     has_served: bool = False
     strikes: int = 0
     restarts: int = 0
-    last_error: str = ""
 
     def begin_boot(self, now: float, boot: int = 0) -> None:
         """It starts anew, in process ``boot`` once that is known: until it serves it may take its time again."""
@@ -94,7 +93,6 @@ class Health:
 
     def observe(self, error: str, now: float, start_timeout_s: float) -> bool:
         """Take one look's outcome ("" is well); whether the part must be killed."""
-        self.last_error = error
         if not error:
             self.has_served = True
             self.strikes = 0

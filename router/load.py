@@ -465,8 +465,3 @@ class LoadBook:
         if load is not None:
             load.is_gone = True
             self.changed.add(replica)
-
-    @property
-    def in_flight(self) -> int:
-        """Sequences of this router in flight everywhere."""
-        return sum(load.own.in_flight for load in self._replicas.values())

@@ -25,11 +25,6 @@ _OUTCOMES = {
 }
 
 
-def _check_name(name: str) -> None:
-    if len(name) > MAX_NAME_LENGTH:  # it is not shown: it may have any length
-        raise InvalidRequestError(f"name is longer than the {MAX_NAME_LENGTH} characters of an adapter's", param="name")
-
-
 class LoraAdmin:
     """Loads, unloads and lists."""
 
@@ -84,15 +79,17 @@ class LoraAdmin:
     ) -> list[admin_pb2.ReplicaLora]:
         """What became of it on each, by name; this router's view is up to date afterwards."""
         members = self._fleet.members
-        if replica and replica not in members:
-            known = ", ".join(sorted(members)) or "none"
-            raise NotFoundError(f"replica {replica!r} is not in the fleet; known: {known}", param="replica")
-        if not members:
+        asked = [self._fleet.member(replica)] if replica else [members[name] for name in sorted(members)]
+        if not asked:
             raise NoReplicaReadyError(self._fleet.why_not_ready())
-        asked = [members[name] for name in ([replica] if replica else sorted(members))]
         answers = await asyncio.gather(*(_outcome(member, order) for member in asked))
         await self._fleet.look_again()
         return answers
+
+
+def _check_name(name: str) -> None:
+    if len(name) > MAX_NAME_LENGTH:  # it is not shown: it may have any length
+        raise InvalidRequestError(f"name is longer than the {MAX_NAME_LENGTH} characters of an adapter's", param="name")
 
 
 async def _outcome(

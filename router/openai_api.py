@@ -16,7 +16,7 @@ from warmfront_pb.v1 import inference_pb2
 from common.limits import MAX_CHOICES
 from router import not_offered
 from router.errors import InvalidRequestError, UnsupportedError
-from router.segments import pack_ids, unpack_ids
+from router.segments import pack_ids
 
 MAX_PROMPTS = 64
 ROLES = ("system", "developer", "user", "assistant")
@@ -304,11 +304,6 @@ def completion_logprobs_json(logprobs: Sequence[inference_pb2.Logprobs], offset:
     }
 
 
-def token_ids_json(packed: bytes) -> list[int]:
-    """Ids for ``return_token_ids``."""
-    return unpack_ids(packed)
-
-
 def _request(body: _Common) -> inference_pb2.GenerateRequest:
     if body.stream_options is not None:
         if not body.stream:
@@ -369,10 +364,6 @@ def _content(message: Message, where: str) -> str:
 
 def _prompts(raw: Raw) -> list[str | list[int]]:
     data = bytes(raw)
-    error_text = (
-        "prompt: give a string, a list of strings, a list of token ids or a list of lists of token ids (0 to "
-        "2147483647)"
-    )
     prompts: list[str | list[int]] = []
     kinds: list[Any] = [str, list[TokenId], list[str], list[list[TokenId]]]
     for kind in kinds:
@@ -383,7 +374,11 @@ def _prompts(raw: Raw) -> list[str | list[int]]:
         prompts = [value] if kind is str or (kind is kinds[1] and value) else value
         break
     else:
-        raise InvalidRequestError(error_text, param="prompt")
+        raise InvalidRequestError(
+            "prompt: give a string, a list of strings, a list of token ids or a list of lists of token ids "
+            "(0 to 2147483647)",
+            param="prompt",
+        )
     if not prompts or not all(prompts):
         raise InvalidRequestError("prompt is empty: give at least one token", param="prompt")
     if len(prompts) > MAX_PROMPTS:

@@ -25,7 +25,6 @@ log = logging.getLogger(__name__)
 
 SUPPORTED_PROTOCOLS = (PROTOCOL_VERSION, PROTOCOL_VERSION - 1)  # ours and the one before: a rolling update mixes them
 
-READY = common_pb2.READY
 _COMPARED_FIELDS = [field.name for field in common_pb2.Contract.DESCRIPTOR.fields]
 _READ_TIMEOUT_S = 2.0
 _MAX_LOST = 256
@@ -56,7 +55,7 @@ class Replica:
     @property
     def is_ready(self) -> bool:
         """Takes user traffic."""
-        return self.lease.state == READY and not self.fault
+        return self.lease.state == common_pb2.READY and not self.fault
 
 
 @dataclass(slots=True)
@@ -104,10 +103,8 @@ class Membership:
             lease_s = replica.lease.lease_ms / 1000 or self._lease_s
             if replica.id in present:
                 replica.has_left = False
-            elif (
-                self.lease_age_s(replica) < _YOUNG * lease_s and not is_emptied
-            ):  # it would have stood there for longer
-                replica.has_left = True
+            elif self.lease_age_s(replica) < _YOUNG * lease_s and not is_emptied:
+                replica.has_left = True  # by itself it would have stood there for longer
             if replica.lease.state == common_pb2.GONE or self.lease_age_s(replica) > lease_s:
                 changes.left.append(self.replicas.pop(replica.id))
                 self._note_end(replica)
@@ -123,10 +120,8 @@ class Membership:
     def _take(self, lease: common_pb2.ReplicaLease, changes: Changes) -> None:
         known = self.replicas.get(lease.replica)
         if known is None or lease.generation > known.generation:
-            if lease.state == common_pb2.GONE or self._expired.get(lease.replica) == (
-                lease.generation,
-                lease.heartbeat,
-            ):
+            has_expired = self._expired.get(lease.replica) == (lease.generation, lease.heartbeat)
+            if lease.state == common_pb2.GONE or has_expired:
                 return
             if known is not None:
                 changes.left.append(known)
@@ -179,7 +174,7 @@ class Registry:
 
     def __init__(
         self,
-        client: "redis_asyncio.Redis",
+        client: redis_asyncio.Redis,
         keys: FleetKeys,
         membership: Membership,
         accept_contract: Callable[[common_pb2.Contract], str],

@@ -8,13 +8,13 @@ import logging
 import re
 import secrets
 import socket
-from collections.abc import Awaitable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import aclosing
 from typing import Any, TypeVar
 
 import grpc
 import grpc.aio
-from google.protobuf.message import DecodeError
+from google.protobuf.message import DecodeError, Message
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 from warmfront_pb.v1 import admin_pb2, inference_pb2
@@ -38,8 +38,7 @@ INFERENCE_SERVICE = "warmfront.v1.Inference"
 ADMIN_SERVICE = "warmfront.v1.Admin"
 EXPLAIN_HEADER = "x-warmfront-explain"
 _REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}")
-
-_CUT_OFF_S = 1.0
+_CUT_OFF_S = 1.0  # for a client that was cut off to hear of it
 
 _T = TypeVar("_T")
 Context = grpc.aio.ServicerContext[Any, Any]
@@ -85,60 +84,24 @@ class GrpcFront:
                 ("grpc.server_handshake_timeout_ms", int(config.handshake_timeout_s * 1000)),
             )
         )
+        inference = {
+            # The wire of unary_stream; the message is read by hand, so that its arrival has a limit.
+            "Generate": grpc.stream_stream_rpc_method_handler(self._generate),
+            "ListModels": _unary(self._list_models, inference_pb2.ListModelsRequest),
+        }
+        operators = {
+            "ListReplicas": _unary(self._list_replicas, admin_pb2.ListReplicasRequest),
+            "DrainReplica": _unary(self._drain_replica, admin_pb2.DrainReplicaRequest),
+            "Explain": _unary(self._explain, admin_pb2.ExplainRequest),
+            "ResetCache": _unary(self._reset_cache, admin_pb2.ResetCacheRequest),
+            "LoadLora": _unary(self._load_lora, admin_pb2.LoadLoraRequest),
+            "UnloadLora": _unary(self._unload_lora, admin_pb2.UnloadLoraRequest),
+            "ListLoras": _unary(self._list_loras, admin_pb2.ListLorasRequest),
+        }
         self._server.add_generic_rpc_handlers(
             (
-                grpc.method_handlers_generic_handler(
-                    INFERENCE_SERVICE,
-                    {
-                        # The wire of unary_stream; the message is read by hand, so that its arrival has a limit.
-                        "Generate": grpc.stream_stream_rpc_method_handler(self._generate),
-                        "ListModels": grpc.unary_unary_rpc_method_handler(
-                            self._list_models,
-                            request_deserializer=inference_pb2.ListModelsRequest.FromString,
-                            response_serializer=inference_pb2.ListModelsResponse.SerializeToString,
-                        ),
-                    },
-                ),
-                grpc.method_handlers_generic_handler(
-                    ADMIN_SERVICE,
-                    {
-                        "ListReplicas": grpc.unary_unary_rpc_method_handler(
-                            self._list_replicas,
-                            request_deserializer=admin_pb2.ListReplicasRequest.FromString,
-                            response_serializer=admin_pb2.ListReplicasResponse.SerializeToString,
-                        ),
-                        "DrainReplica": grpc.unary_unary_rpc_method_handler(
-                            self._drain_replica,
-                            request_deserializer=admin_pb2.DrainReplicaRequest.FromString,
-                            response_serializer=admin_pb2.DrainReplicaResponse.SerializeToString,
-                        ),
-                        "Explain": grpc.unary_unary_rpc_method_handler(
-                            self._explain,
-                            request_deserializer=admin_pb2.ExplainRequest.FromString,
-                            response_serializer=admin_pb2.ExplainResponse.SerializeToString,
-                        ),
-                        "ResetCache": grpc.unary_unary_rpc_method_handler(
-                            self._reset_cache,
-                            request_deserializer=admin_pb2.ResetCacheRequest.FromString,
-                            response_serializer=admin_pb2.ResetCacheResponse.SerializeToString,
-                        ),
-                        "LoadLora": grpc.unary_unary_rpc_method_handler(
-                            self._load_lora,
-                            request_deserializer=admin_pb2.LoadLoraRequest.FromString,
-                            response_serializer=admin_pb2.LoraResponse.SerializeToString,
-                        ),
-                        "UnloadLora": grpc.unary_unary_rpc_method_handler(
-                            self._unload_lora,
-                            request_deserializer=admin_pb2.UnloadLoraRequest.FromString,
-                            response_serializer=admin_pb2.LoraResponse.SerializeToString,
-                        ),
-                        "ListLoras": grpc.unary_unary_rpc_method_handler(
-                            self._list_loras,
-                            request_deserializer=admin_pb2.ListLorasRequest.FromString,
-                            response_serializer=admin_pb2.ListLorasResponse.SerializeToString,
-                        ),
-                    },
-                ),
+                grpc.method_handlers_generic_handler(INFERENCE_SERVICE, inference),
+                grpc.method_handlers_generic_handler(ADMIN_SERVICE, operators),
             )
         )
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
@@ -305,6 +268,15 @@ class GrpcFront:
 
     async def _list_loras(self, request: admin_pb2.ListLorasRequest, context: Context) -> admin_pb2.ListLorasResponse:
         return await _or_abort(context, self._lora.listed())
+
+
+def _unary(
+    answer: Callable[[Any, Context], Awaitable[Message]], request: type[Message]
+) -> "grpc.RpcMethodHandler[Any, Any]":
+    """One message in, one out: ``answer`` returns the one that the .proto names."""
+    return grpc.unary_unary_rpc_method_handler(
+        answer, request_deserializer=request.FromString, response_serializer=lambda message: message.SerializeToString()
+    )
 
 
 async def _or_abort(context: Context, answer: Awaitable[_T]) -> _T:

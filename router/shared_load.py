@@ -188,7 +188,7 @@ class SharedLoad:
         return is_listed
 
     async def _read(self, block_ms: int) -> bool:
-        """Read on in the stream; return when there was something new, or after ``block_ms``, and which."""
+        """Wait up to ``block_ms`` for something new in the stream and take it in; whether anything came."""
         if not self._cursor:
             seconds, _ = await self._client.time()
             self._cursor = f"{max(0, seconds * 1000 - _HISTORY_MS)}-0"

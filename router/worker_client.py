@@ -32,9 +32,7 @@ _Reply = TypeVar("_Reply", bound=Message)
 # The answers of a worker that say nothing against it: another replica would answer the same.
 CLIENT_STATUSES = frozenset({"INVALID_ARGUMENT", "NOT_FOUND", "UNIMPLEMENTED", "OUT_OF_RANGE", "DEADLINE_EXCEEDED"})
 
-
 REFUSES_ROUTER = "refuses this router's token: do both read the same --worker-token-file?"
-
 
 # What gRPC says of a handshake that failed, and what may be set differently.
 _TLS_HINTS = (

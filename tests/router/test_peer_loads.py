@@ -42,7 +42,6 @@ def test_a_charge_a_first_token_and_an_end_are_seen_by_the_other_router() -> Non
     b.peers.take(a.batch(), now=0)
     assert b.counts() == (2, 2, 110)
     assert b.book.of("w0").own == Share(1, 1, 10)
-    assert b.book.in_flight == 1
     ticket.first_token(1)
     b.peers.take(a.batch(), now=1)
     assert b.counts() == (2, 1, 10)
