@@ -9,6 +9,7 @@ MAX_CHOICES = 16
 MAX_STOPS = 16
 MAX_STOP_CHARS = 1024
 MAX_LOGPROBS = 20
+MAX_PROMPT_LOGPROBS = 250_000  # of all prompt tokens: they are one message, of 4 to 8 MB, made in 0.4 s
 MAX_LOGIT_BIASES = 1024
 MAX_SALT_CHARS = 256
 MAX_RETENTIONS = 4
@@ -28,6 +29,15 @@ class Range(NamedTuple):
 
     def __str__(self) -> str:
         return f"{'over ' if self.open else ''}{self.low:g} to {self.high:g}"
+
+
+def fault_of_prompt_logprobs(num_tokens: int, num_alternatives: int) -> str:
+    """Why those of so many prompt tokens are too many; empty where they are not."""
+    count = num_tokens * (1 + num_alternatives)
+    if count <= MAX_PROMPT_LOGPROBS:
+        return ""
+    each = f"{num_tokens} prompt tokens with {num_alternatives} alternatives each"
+    return f"of {each} are {count}: ask for {MAX_PROMPT_LOGPROBS} at most"
 
 
 RANGES = {

@@ -21,6 +21,7 @@ from common.limits import (
     MAX_STOPS,
     RANGES,
     RETENTION_TTLS_S,
+    fault_of_prompt_logprobs,
 )
 from router.errors import TOO_LONG, InvalidRequestError, NotFoundError
 from router.tokenizer import ModelProfile
@@ -106,6 +107,10 @@ def complete_sampling(
         )
     if sampling.min_tokens > sampling.max_tokens:
         raise _invalid("min_tokens", f"is {sampling.min_tokens}, over max_tokens {sampling.max_tokens}: lower it")
+    if sampling.HasField("prompt_logprobs") and (
+        fault := fault_of_prompt_logprobs(num_tokens, sampling.prompt_logprobs)
+    ):
+        raise _invalid("prompt_logprobs", fault)
     if not sampling.HasField("seed"):
         sampling.seed = rng.getrandbits(63)
     return sampling

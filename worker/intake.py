@@ -24,6 +24,7 @@ from common.limits import (
     MAX_STOPS,
     RANGES,
     RETENTION_TTLS_S,
+    fault_of_prompt_logprobs,
 )
 from worker.batch import SamplingParams
 from worker.replica import ModelCard
@@ -58,6 +59,10 @@ def read_request(
         raise InvalidRequestError(
             "num_prior_output_tokens: an answer goes on only with n 1 and without prompt_logprobs"
         )
+    if sampling.HasField("prompt_logprobs") and (
+        fault := fault_of_prompt_logprobs(prompt_length, sampling.prompt_logprobs)
+    ):
+        raise InvalidRequestError(f"prompt_logprobs {fault}")
     if sampling.min_tokens > max_tokens:
         raise InvalidRequestError(f"min_tokens {sampling.min_tokens} is above max_tokens {max_tokens}: lower it")
     return Request(

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -91,6 +92,19 @@ def test_a_bad_field_is_named_with_what_to_change(
 ) -> None:
     with pytest.raises(InvalidRequestError, match=words):
         read(make())
+
+
+def test_log_probabilities_of_a_long_prompt_are_refused_where_they_would_be_more_than_one_message_holds() -> None:
+    card = replace(CARD, max_model_len=50_000)
+    for num_tokens, alternatives in ((11_904, 20), (41_666, 5), (11_905, 20)):
+        given = message(
+            token_ids=packed(*[1] * num_tokens), sampling=inference_pb2.SamplingParams(prompt_logprobs=alternatives)
+        )
+        if num_tokens * (1 + alternatives) <= 250_000:
+            assert read_request(given, card, float("inf")).num_prompt_logprobs == alternatives
+        else:
+            with pytest.raises(InvalidRequestError, match=r"of 11905 prompt tokens .* 250005: ask for 250000 at most"):
+                read_request(given, card, float("inf"))
 
 
 def test_unset_fields_have_the_defaults_that_the_proto_names() -> None:
