@@ -59,6 +59,8 @@ class Faults:
     gate: asyncio.Event | None = None  # requests wait until it is set
     is_hung: bool = False  # while it is, requests neither go on nor fail
     hung_s: float = 0.0  # what the lease says of that
+    waiting_tokens: int = 0  # and of what is to be computed there
+    padding: int = 0  # characters that come with each token
     nonsense_after_tokens: int | None = None  # then a message comes that makes no sense
     is_hung_on_model: bool = False  # nor does the question for the model
     lost_batches: int = 0  # so many event batches never reach Redis
@@ -333,7 +335,7 @@ class SimulatedWorker(worker_pb2_grpc.WorkerServicer):
                     message = inference_pb2.GenerateResponse(
                         index=index,
                         token_ids=token.to_bytes(4, "little"),
-                        text="" if stop is not None else piece,
+                        text="" if stop is not None else piece + "." * self.faults.padding,
                         finish_reason="stop" if stop is not None else "length" if is_last else "",
                         stop_reason=stop or "",
                     )
@@ -393,6 +395,7 @@ class SimulatedWorker(worker_pb2_grpc.WorkerServicer):
                 running=self.running,
                 prefill_tokens_per_s=self.spec.prefill_tokens_per_s,
                 hung_s=self.faults.hung_s,
+                waiting_tokens=self.faults.waiting_tokens,
             ),
             cache=common_pb2.CacheState(
                 prefix_caching=self.spec.prefix_caching,

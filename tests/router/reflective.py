@@ -12,7 +12,7 @@ from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
 class ReflectiveClient:
     def __init__(self, address: str) -> None:
-        self.channel = grpc.aio.insecure_channel(address)
+        self.channel = grpc.aio.insecure_channel(address, options=(("grpc.max_receive_message_length", -1),))
         self._pool = descriptor_pool.DescriptorPool()
         self._known: set[str] = set()
 

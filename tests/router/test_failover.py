@@ -14,6 +14,8 @@ import grpc
 import pytest
 
 from tests.router.conftest import Cluster, until
+from tests.router.reflective import ReflectiveClient
+from tests.router.test_grpc import GENERATE
 
 BODY: dict[str, Any] = {"prompt": "once upon a time " * 4, "max_tokens": 20, "seed": 7}
 
@@ -151,6 +153,31 @@ async def test_a_stream_of_two_choices_cannot_move_and_says_so(two: Cluster) -> 
     assert two.load == 0
 
 
+async def test_a_stream_with_log_probabilities_of_its_prompt_cannot_move_and_says_so(two: Cluster) -> None:
+    for worker in two.workers.values():
+        worker.faults.cut_after_tokens = 5
+    client = ReflectiveClient(two.endpoints[0].grpc)
+    with pytest.raises(grpc.aio.AioRpcError) as raised:
+        await client.call(GENERATE, {"text": BODY["prompt"], "sampling": {"maxTokens": 20, "promptLogprobs": 0}})
+    assert raised.value.code() is grpc.StatusCode.UNAVAILABLE
+    assert "cannot go on elsewhere" in str(raised.value.details())
+    assert sum(len(worker.requests) for worker in two.workers.values()) == 1
+    await client.channel.close()
+
+
+async def test_where_streams_may_not_move_one_that_breaks_says_so(cluster: Cluster) -> None:
+    for name in ("w0", "w1"):
+        worker = await cluster.add_worker(name)
+        worker.faults.cut_after_tokens = 5
+    await cluster.add_router(continue_streams=False)
+    async with cluster.http.stream("POST", "/v1/completions", json={**BODY, "stream": True}) as response:
+        lines = [line.removeprefix("data: ") async for line in response.aiter_lines() if line]
+    assert "cannot go on elsewhere" in json.loads(lines[-2])["error"]["message"]
+    assert len(lines) == 5 + 2
+    assert sum(len(worker.requests) for worker in cluster.workers.values()) == 1
+    assert cluster.load == 0
+
+
 async def test_a_whole_answer_of_two_choices_begins_anew_elsewhere_once(two: Cluster) -> None:
     whole = await answer(two, n=2)
     for worker in two.workers.values():
@@ -206,6 +233,33 @@ async def test_an_open_breaker_keeps_requests_away_and_closes_again(two: Cluster
         await answer(two, prompt=f"{number} " * 30)
         await asyncio.sleep(0.01)
     assert await faults(two) == {"w0": "", "w1": ""}
+
+
+async def test_a_client_that_leaves_while_a_failed_replica_is_tried_makes_room_for_the_next_try(two: Cluster) -> None:
+    bad = two.workers["w0"]
+    numbers = iter(range(2000))
+
+    def ask() -> asyncio.Task[dict[str, Any]]:
+        return asyncio.create_task(answer(two, prompt=f"{next(numbers)} " * 30))
+
+    async def asked_there() -> asyncio.Task[dict[str, Any]]:
+        """The first request that the replica gets from now on, under way there."""
+        seen = len(bad.requests)
+        while True:
+            task = ask()
+            await until(lambda task=task: task.done() or len(bad.requests) > seen)  # type: ignore[misc]
+            if len(bad.requests) > seen:
+                return task
+
+    bad.faults.statuses = [grpc.StatusCode.UNAVAILABLE]
+    await (await asked_there())  # its breaker opens
+    assert (await faults(two))["w0"]
+    bad.faults.gate = asyncio.Event()
+    (await asked_there()).cancel()
+    await until(lambda: bad.running == 0 and two.load == 0)
+    bad.faults.gate.set()
+    await (await asked_there())
+    assert (await faults(two))["w0"] == ""
 
 
 @contextmanager

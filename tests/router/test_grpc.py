@@ -117,6 +117,29 @@ async def test_a_message_over_the_limit_fails_at_once_and_is_not_retried(
     assert "warmfront_router_retries_total{" not in cluster.router.metrics.text().decode()
 
 
+async def test_a_message_of_an_answer_may_be_longer_than_grpc_s_default(
+    client: ReflectiveClient, cluster: Cluster
+) -> None:
+    for worker in cluster.workers.values():
+        worker.faults.padding = 5 << 20
+    answers, _ = await client.call(GENERATE, token_request(sampling={"maxTokens": 2}))
+    assert [len(one["text"]) for one in answers] == [1 + (5 << 20)] * 2
+
+
+async def test_log_probabilities_of_a_prompt_that_would_be_too_many_are_refused_before_any_replica_is_asked(
+    cluster: Cluster,
+) -> None:
+    worker = await cluster.add_worker("w0", max_model_len=50_000)
+    await cluster.add_router()
+    client = ReflectiveClient(cluster.endpoints[0].grpc)
+    with pytest.raises(grpc.aio.AioRpcError) as raised:
+        await client.call(GENERATE, token_request(41_667, sampling={"maxTokens": 1, "promptLogprobs": 5}))
+    assert raised.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+    assert "prompt_logprobs of 41667 prompt tokens" in str(raised.value.details())
+    assert not worker.requests
+    await client.channel.close()
+
+
 async def test_a_deadline_is_forwarded_and_leaves_no_load(client: ReflectiveClient, cluster: Cluster) -> None:
     for worker in cluster.workers.values():
         worker.spec.decode_s = 0.05
@@ -230,3 +253,31 @@ def test_a_session_is_the_first_hint_and_a_routing_key_the_second() -> None:
     assert hint_of({"x-warmfront-session": "s", "x-warmfront-routing-key": "k"}) == "s"
     assert hint_of({"x-warmfront-routing-key": "k"}) == "k"
     assert hint_of({}) == ""
+
+
+async def test_a_session_and_a_trusted_tenant_are_taken_from_the_metadata(cluster: Cluster) -> None:
+    for number in range(4):
+        await cluster.add_worker(f"w{number}")
+    for trusts in (True, False):
+        await cluster.add_router(policy="session", trust_tenant_header=trusts)
+    hints = (("x-warmfront-session", "s"), ("x-warmfront-tenant", "acme"))
+    homes = set()
+    for endpoints, tenant in zip(cluster.endpoints, ("acme", ""), strict=True):
+        client = ReflectiveClient(endpoints.grpc)
+        for number in range(8):  # without a home all go to one in 1 of 16,000
+            _, trailing = await client.call(GENERATE, token_request(40 + number), metadata=hints)
+            homes.add(trailing["x-warmfront-replica"])
+        (home,) = homes
+        assert {one.tenant for one in cluster.workers[home].requests[-8:]} == {tenant}
+        await client.channel.close()
+
+
+async def test_an_error_tells_its_request_and_when_to_come_back(client: ReflectiveClient, cluster: Cluster) -> None:
+    for worker in cluster.workers.values():
+        worker.spec.max_queue = 0
+    with pytest.raises(grpc.aio.AioRpcError) as raised:
+        await client.call(GENERATE, token_request(), metadata=(("x-request-id", "abc"),))
+    assert raised.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+    trailing = dict(raised.value.trailing_metadata())
+    assert (trailing["x-request-id"], trailing["x-warmfront-replica"] in cluster.workers) == ("abc", True)
+    assert float(str(trailing["retry-after"])) >= 1
