@@ -21,6 +21,10 @@ from warmfront.errors import Lost, Served
 
 # gRPC reads it when it is imported, and else writes a line of its own about each client that fails a TLS handshake.
 os.environ.setdefault("GRPC_VERBOSITY", "ERROR")
+PARTS = "warmfront.parts"
+# Of the parts, which serve: who waits for an event of gRPC's looks at its sockets too. Else threads of gRPC's own do,
+# and what arrives goes through two of them before it is ours: up to a third of what a streamed message costs.
+PARTS_GRPC_EXPERIMENTS = "-event_engine_client,-event_engine_listener"
 
 # name: (module, attribute, one line for --help). Lines come in the order in which a newcomer meets the commands.
 COMMANDS = {
@@ -40,9 +44,9 @@ COMMANDS = {
     "lora": ("warmfront.lora", "lora", "Load, unload and list LoRA adapters."),
     "down": ("warmfront.down", "down", "End a cluster, or remove what a killed `up` left."),
     "controller": ("warmfront.controller", "controller", "Run routers and workers on a Ray cluster, as a file says."),
-    "router": ("warmfront.parts", "router", "Run one router, for containers."),
-    "worker": ("warmfront.parts", "worker", "Run one worker, for containers."),
-    "config": ("warmfront.parts", "config", "Show settings and where each comes from."),
+    "router": (PARTS, "router", "Run one router, for containers."),
+    "worker": (PARTS, "worker", "Run one worker, for containers."),
+    "config": (PARTS, "config", "Show settings and where each comes from."),
 }
 
 
@@ -56,6 +60,8 @@ class _LazyGroup(click.Group):
         if cmd_name not in COMMANDS:
             return None
         module, attribute, _ = COMMANDS[cmd_name]
+        if module == PARTS:
+            os.environ.setdefault("GRPC_EXPERIMENTS", PARTS_GRPC_EXPERIMENTS)
         command: click.Command = getattr(importlib.import_module(module), attribute)
         return command
 

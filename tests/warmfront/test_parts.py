@@ -13,6 +13,7 @@ from urllib.parse import urlsplit
 import pytest
 
 from tests.support import free_port
+from warmfront.__main__ import PARTS_GRPC_EXPERIMENTS
 
 ROOT = Path(__file__).resolve().parents[2]
 WORKER = ("worker", "--engine", "simulated", "--model", "bytes", "--replica-id", "w0")
@@ -87,3 +88,11 @@ def test_a_part_that_cannot_start_or_is_refused_leaves_at_once_with_2_and_says_w
     for part, last_words in parts:
         code, last_line = ended(part)
         assert (code, last_words in last_line) == (2, True), last_line
+
+
+def test_grpc_knows_what_the_parts_ask_of_it() -> None:
+    env = {**os.environ, "GRPC_EXPERIMENTS": PARTS_GRPC_EXPERIMENTS, "GRPC_VERBOSITY": "ERROR"}
+    done = subprocess.run(
+        [sys.executable, "-c", "import grpc.aio"], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, env=env
+    )
+    assert (done.returncode, done.stdout) == (0, b"")
