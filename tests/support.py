@@ -5,30 +5,49 @@ from __future__ import annotations
 import contextlib
 import socket
 import struct
+from collections import deque
 from collections.abc import Sequence
 
 from warmfront.store import lasting_port
 
+_given: deque[int] = deque(maxlen=1000)  # not given again so soon: nobody may listen there yet
 
-def free_port(below: int = 32_768) -> int:
+
+def free_port() -> int:
     """A port of 127.0.0.1 that nobody listens on right now, and that nobody is given who asks for any.
 
     So it is still free when a server starts on it a minute later, or once more: the system gives others ports from
-    32768 on. The bus of a Redis cluster wants one 10,000 above it.
+    32768 on, Ray its workers those below 20000, and no call here gives it again.
     """
-    while (port := lasting_port()) >= below:
-        pass
-    return port
+    return free_ports(1)
 
 
 def free_ports(count: int) -> int:
     """The first of so many in a row, each of them as from ``free_port``."""
-    while True:
-        first = free_port(below=32_768 - count)
-        with contextlib.ExitStack() as probes, contextlib.suppress(OSError):
-            for port in range(first, first + count):
+    while not _take(range(first := lasting_port(), first + count)):
+        pass
+    return first
+
+
+def free_cluster_port() -> int:
+    """One as from ``free_port`` for a node of a Redis cluster, whose bus wants the port that is 10,000 above it."""
+    while not _take((port := lasting_port(), port + 10_000)):
+        pass
+    return port
+
+
+def _take(ports: Sequence[int]) -> bool:
+    """They are this caller's, if all of them can be had."""
+    if ports[-1] >= 32_768 or not set(_given).isdisjoint(ports):
+        return False
+    with contextlib.ExitStack() as probes:
+        for port in ports:
+            try:
                 probes.enter_context(socket.socket()).bind(("127.0.0.1", port))
-            return first
+            except OSError:
+                return False
+    _given.extend(ports)
+    return True
 
 
 def packed(token_ids: Sequence[int]) -> bytes:

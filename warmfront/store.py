@@ -35,10 +35,11 @@ def lasting_port() -> int:
     """A free port of 127.0.0.1 that can be had again after its server has died.
 
     Not one of those that outgoing connections are given (Linux: from 32768 on): a client that tries such a port again
-    and again while nobody listens will one day be given it as its own, be connected to itself, and hold it.
+    and again while nobody listens will one day be given it as its own, be connected to itself, and hold it. Nor one of
+    those that `ray start` gives its workers if nothing else is said (10002 to 19999).
     """
     while True:
-        port = 16_384 + secrets.randbelow(16_384)
+        port = 20_000 + secrets.randbelow(12_768)
         with socket.socket() as probe, contextlib.suppress(OSError):
             probe.bind(("127.0.0.1", port))
             return port

