@@ -308,6 +308,11 @@ class Ending:
     def met_a_dead_router(self) -> bool:
         return any(died_s <= self.ended_s and self.began_s <= back_s for died_s, back_s in self.router.dead)
 
+    def __str__(self) -> str:
+        dead = ", ".join(f"{died_s:.3f} to {back_s:.3f}" for died_s, back_s in self.router.dead)
+        when = f"from {self.began_s:.3f} to {self.ended_s:.3f} at {self.router.process.name}, dead {dead or 'never'}"
+        return f"prompt {self.number}, {when}: {self.error or repr(self.text)} {self.detail}"
+
 
 class Clients:
     """Ask the same prompts again and again, half over gRPC and half over HTTP, each of any router."""
@@ -381,13 +386,22 @@ class Clients:
         try:
             answer = await self._http.post(f"{ending.router.http}/v1/completions", json={**body, "ignore_eos": True})
         except httpx.TransportError as error:
-            ending.error, ending.detail = "CUT", repr(error)
+            ending.error, ending.detail = "CUT", _chain(error)
             return
         if answer.status_code == 200:
             ending.text = answer.json()["choices"][0]["text"]
             return
         ending.error = _HTTP_CLEAN.get(answer.status_code, f"HTTP {answer.status_code}")
         ending.detail = answer.json()["error"]["message"]
+
+
+def _chain(error: BaseException | None) -> str:
+    """An error and what it came of: httpx's own says nothing."""
+    words = []
+    while error is not None:
+        words.append(repr(error))
+        error = error.__cause__ or error.__context__
+    return " of ".join(words)
 
 
 # The whole
@@ -440,17 +454,17 @@ async def survive(folder: Path, blows: Sequence[Blow], seed: int, after_s: float
 def _check(endings: Sequence[Ending], undisturbed: dict[int, str]) -> Counter[str]:
     counts: Counter[str] = Counter()
     for one in endings:
-        assert one.ended_s - one.began_s < DEADLINE_S, f"prompt {one.number} ended after its deadline"
+        assert one.ended_s - one.began_s < DEADLINE_S, f"after its deadline: {one}"
         if not one.error:
             expected = undisturbed[one.number]
-            assert one.text == expected, f"prompt {one.number}: {one.text!r}, and undisturbed {expected!r}"
+            assert one.text == expected, f"undisturbed it is {expected!r}: {one}"
             counts["right"] += 1
             continue
         is_cut = one.error == "CUT" or "Socket closed" in one.detail or "failed to connect" in one.detail.lower()
         if one.met_a_dead_router():
             counts["router died"] += 1
         else:
-            assert one.error in CLEAN and one.detail and not is_cut, f"no clean error: {one.error}: {one.detail}"
+            assert one.error in CLEAN and one.detail and not is_cut, f"no clean error: {one}"
             counts[one.error] += 1
     return counts
 
