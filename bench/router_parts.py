@@ -24,6 +24,7 @@ from warmfront_pb.v1 import common_pb2, inference_pb2, worker_pb2, worker_pb2_gr
 from cache.block_hash import HashScheme
 from cache.events import Snapshot
 from cache.prefix_cache import PrefixCache
+from common.protocol import PROTOCOL_VERSION
 from worker.loading import default_model_path
 from worker.loading.tokenizer import load_tokenizer
 from worker.reporter import Reporter
@@ -191,7 +192,7 @@ class Replica:
             replica=self.name,
             generation=self.generation,
             heartbeat=heartbeat,
-            protocol_version=2,
+            protocol_version=PROTOCOL_VERSION,
             address=self._address,
             state=common_pb2.READY if self._address else common_pb2.STARTING,
             contract=self.contract,

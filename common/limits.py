@@ -5,6 +5,7 @@ from __future__ import annotations
 from array import array
 from typing import NamedTuple
 
+MAX_MESSAGE_BYTES = 64 << 20  # between router and worker: 16 million token ids, or a large tokenizer.json
 MAX_CHOICES = 16
 MAX_STOPS = 16
 MAX_STOP_CHARS = 1024

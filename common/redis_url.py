@@ -14,6 +14,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from urllib.parse import parse_qsl, unquote, urlsplit
 
+from common.address import host_port
+
 SCHEMES = ("redis", "rediss", "redis+sentinel", "rediss+sentinel", "redis+cluster", "rediss+cluster")
 # As redis-py names them; the second row is of Sentinel alone, whose servers have users of their own.
 OPTIONS = ("ssl_ca_certs", "ssl_certfile", "ssl_keyfile", "ssl_check_hostname", "ssl_cert_reqs")
@@ -40,7 +42,7 @@ class RedisUrl:
     @property
     def where(self) -> str:
         """For people."""
-        nodes = ", ".join(f"[{host}]:{port}" if ":" in host else f"{host}:{port}" for host, port in self.nodes)
+        nodes = ", ".join(host_port(*node) for node in self.nodes)
         return f"{self.service} of {nodes}" if self.service else nodes
 
     def check_password_file(self, path: Path | None) -> None:

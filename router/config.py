@@ -1,12 +1,12 @@
 """What a router is told at its start. Read once, checked once, passed down."""
 
-import ipaddress
 import re
 import secrets
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from cache.block_hash import ALGORITHMS
+from common.address import is_loopback
 from common.redis_url import RedisUrlError, parse_redis_url
 from common.tls import TlsError, TlsFiles
 from router.policy import POLICIES
@@ -179,16 +179,6 @@ class RouterConfig:
                 f"--listen {self.listen} is reachable from other machines without TLS: give --tls-cert and --tls-key, "
                 "add --insecure-listen if the network is trusted, or listen on 127.0.0.1"
             )
-
-
-def is_loopback(address: str) -> bool:
-    """Whether only this machine can reach ``address``."""
-    if address == "localhost":
-        return True
-    try:
-        return ipaddress.ip_address(address).is_loopback
-    except ValueError:
-        return False
 
 
 def _check_port(flag: str, port: int) -> None:

@@ -21,6 +21,7 @@ from starlette.routing import Router as Paths
 from starlette.types import ASGIApp, Receive, Scope, Send
 from warmfront_pb.v1 import admin_pb2, inference_pb2
 
+from common.address import family_of, host_port
 from common.grpc_text import sendable
 from common.tls import Certificates, ServerContext
 from common.trace import trace_of
@@ -346,9 +347,8 @@ class _Server(uvicorn.Server):
 
 def bind(address: str, port: int, reuse_port: bool) -> socket.socket:
     """A listening socket. Raises ``OSError`` naming the address."""
-    family = socket.AF_INET6 if ":" in address else socket.AF_INET
     # With the protocol named: asyncio turns Nagle's algorithm off for accepted sockets only where it reads TCP here.
-    listener = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
+    listener = socket.socket(family_of(address), socket.SOCK_STREAM, socket.IPPROTO_TCP)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     if reuse_port:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
@@ -356,7 +356,7 @@ def bind(address: str, port: int, reuse_port: bool) -> socket.socket:
         listener.bind((address, port))
     except OSError as error:
         listener.close()
-        raise OSError(error.errno, f"cannot listen on {address}:{port} for HTTP: {error.strerror}") from error
+        raise OSError(error.errno, f"cannot listen on {host_port(address, port)} for HTTP: {error.strerror}") from error
     listener.setblocking(False)
     return listener
 

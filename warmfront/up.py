@@ -18,6 +18,7 @@ from click.core import ParameterSource
 from rich.console import Console
 from rich.text import Text
 
+from common.address import host_port
 from warmfront.client import Address, Client, shown_by_environment
 from warmfront.console import Progress, counted, say
 from warmfront.desired import DESIRED_FILE, SHARED, number_of, read_status, write_desired
@@ -123,8 +124,8 @@ class _Cluster:
         self._grpc_port = params["grpc_port"] or lasting_port()
         host = params["listen"] if params["listen"] not in ("0.0.0.0", "::") else "127.0.0.1"  # noqa: S104
         self._tls_cert: str | None = self._flags("router").get("tls_cert")
-        self._http = f"{'https' if self._tls_cert else 'http'}://{_bracketed(host)}:{self._http_port}"
-        self._grpc = f"{_bracketed(host)}:{self._grpc_port}"
+        self._http = f"{'https' if self._tls_cert else 'http'}://{host_port(host, self._http_port)}"
+        self._grpc = host_port(host, self._grpc_port)
         self._out = Console(file=sys.stdout, highlight=False, soft_wrap=True)  # Ray is given another standard output
         cert, key = shown_by_environment()
         address = Address(url=self._http, cert=cert, key=key, pinned=self._tls_cert)
@@ -435,7 +436,3 @@ class _Cluster:
         ]
         with suppress(OSError):  # the terminal was closed, and its signal follows
             self._out.print(Text("\n".join(lines)))
-
-
-def _bracketed(host: str) -> str:
-    return f"[{host}]" if ":" in host else host

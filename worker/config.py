@@ -14,11 +14,10 @@ from pathlib import Path
 from cache.adapter import is_adapter_name
 from cache.block_hash import ALGORITHMS
 from cache.eviction import EVICTION_POLICIES, EvictionPolicy
+from common.address import is_loopback
 from common.redis_url import RedisUrlError, parse_redis_url
 from common.tls import TlsError, TlsFiles
 from common.worker_token import tokens_of
-
-LOOPBACK_HOSTS = ("127.0.0.1", "::1", "localhost")
 
 ATTENTION_BACKENDS = ("auto", "sdpa", "tiled", "avx512", "triton")
 
@@ -137,6 +136,22 @@ class WorkerConfig:
         """Blocks of the host tier: none where nothing is cached."""
         return self.host_kv_blocks if self.enable_prefix_caching else 0
 
+    @property
+    def own_adapters(self) -> dict[str, Path]:
+        """The adapters to load at start: folders by name."""
+        return {name: Path(path) for name, _, path in (one.partition("=") for one in self.lora)}
+
+    @property
+    def adapter_folders(self) -> list[tuple[str, Path]]:
+        """The folders that must be there, with the flag that names each."""
+        own = [(f"--lora {name}", folder) for name, folder in self.own_adapters.items()]
+        return [*(("--lora-dir", folder) for folder in self.lora_dir), *own]
+
+    @property
+    def has_adapters(self) -> bool:
+        """Whether memory must be kept for adapters."""
+        return bool(self.lora or self.lora_dir)
+
     def _check_names_and_addresses(self) -> None:
         names = [("--fleet", self.fleet), ("--replica-id", self.replica_id)]
         names += [("--prewarm-from-fleet", self.prewarm_from_fleet)] if self.prewarm_from_fleet is not None else []
@@ -157,7 +172,7 @@ class WorkerConfig:
             raise ConfigError("--worker-token-file: a token is shorter than 8 characters")
         if self.advertise and not _is_reachable(self.advertise):
             raise ConfigError(f"--advertise {self.advertise}: write HOST, HOST:PORT, an IPv6 address or [IPv6]:PORT")
-        if self.listen not in LOOPBACK_HOSTS:
+        if not is_loopback(self.listen):
             if not self.insecure_listen and self.tls_cert is None:
                 raise ConfigError(
                     f"--listen {self.listen} is reachable from outside and plain text: "
@@ -194,22 +209,6 @@ class WorkerConfig:
             raise ConfigError(f"--gpu-memory-utilization {self.gpu_memory_utilization:g} is not over 0 and up to 1")
         if self.cpu_kv_bytes is not None and self.cpu_kv_bytes < 1 << 20:
             raise ConfigError(f"--cpu-kv-bytes {self.cpu_kv_bytes} is below 1 MiB")
-
-    @property
-    def own_adapters(self) -> dict[str, Path]:
-        """The adapters to load at start: folders by name."""
-        return {name: Path(path) for name, _, path in (one.partition("=") for one in self.lora)}
-
-    @property
-    def adapter_folders(self) -> list[tuple[str, Path]]:
-        """The folders that must be there, with the flag that names each."""
-        own = [(f"--lora {name}", folder) for name, folder in self.own_adapters.items()]
-        return [*(("--lora-dir", folder) for folder in self.lora_dir), *own]
-
-    @property
-    def has_adapters(self) -> bool:
-        """Whether memory must be kept for adapters."""
-        return bool(self.lora or self.lora_dir)
 
     def _check_adapters(self) -> None:
         for flag, number in (("--max-loras", self.max_loras), ("--max-lora-rank", self.max_lora_rank)):

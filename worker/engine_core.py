@@ -24,6 +24,7 @@ from worker.batch import PROBE, SequenceSlice, SliceResult, StepBatch, TokenLogp
 from worker.detokenizer import Detokenizer, TokenTable
 from worker.request import Admitted, Ending, EngineSnapshot, Failure, Piece, Request, Sink, StepReport
 from worker.scheduler import Choice, ChoiceState, Limits, Scheduler
+from worker.splitmix import MASK, STEP, mix
 from worker.step_times import StepTimes
 
 logger = logging.getLogger(__name__)
@@ -387,14 +388,5 @@ def make_running(
 
 
 def choice_seed(seed: int, index: int) -> int:
-    """The seed of choice ``index``: its own stream of draws, the request's seed itself for choice 0.
-
-    The mixing is that of SplitMix64 (Steele, Lea and Flood, OOPSLA 2014).
-    """
-    if index == 0:
-        return seed
-    mask = (1 << 64) - 1
-    z = (seed + index * 0x9E3779B97F4A7C15) & mask
-    z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) & mask
-    z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) & mask
-    return z ^ (z >> 31)
+    """The seed of choice ``index``: its own stream of draws, the request's seed itself for choice 0."""
+    return mix((seed + index * STEP) & MASK) if index else seed

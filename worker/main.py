@@ -25,6 +25,7 @@ from warmfront_pb.v1 import common_pb2
 
 from cache.block_hash import HashScheme
 from cache.prefix_cache import PrefixCache
+from common.address import host_port
 from common.beat import Beat
 from common.logs import configure_logging
 from common.metrics_server import MetricsServer
@@ -182,7 +183,7 @@ class Worker:
             self._following = asyncio.create_task(self._certificates.follow(), name="certificates")
         port = await self._server.start(config.listen, config.port, self._certificates)
         host = config.advertise or config.listen
-        self.replica.address = host if _has_port(host) else f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+        self.replica.address = host if _has_port(host) else host_port(host, port)
 
     def _make_reporter(self) -> Reporter:
         config = self._config

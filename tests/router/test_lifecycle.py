@@ -496,6 +496,20 @@ async def test_one_bad_lease_hides_nobody_else(cluster: Cluster) -> None:
     assert await replica_of(cluster) == "w0"
 
 
+async def test_where_a_router_listens_can_be_called_over_ipv6_too(cluster: Cluster) -> None:
+    try:
+        socket.create_server(("::1", 0), family=socket.AF_INET6).close()
+    except OSError as error:
+        pytest.skip(f"this machine has no IPv6: {error}")
+    await cluster.add_router(wait=False, listen="::1", metrics_port=0)
+    (where,) = cluster.endpoints
+    async with httpx.AsyncClient() as client:
+        assert (await client.get(f"{where.http}/healthz")).status_code == 200
+        assert (await client.get(str(where.metrics))).status_code == 200
+    async with grpc.aio.insecure_channel(where.grpc) as channel:
+        await asyncio.wait_for(channel.channel_ready(), 60)
+
+
 async def test_a_taken_grpc_port_is_named_and_grpc_is_quiet_about_it(
     cluster: Cluster, capfd: pytest.CaptureFixture[str]
 ) -> None:

