@@ -192,7 +192,10 @@ class Fleet:
             identity = self._worker_tls.certificates.current()
             for member in self.members.values():
                 member.client.renew(identity)
-        if changes is not None:
+        if changes is None:
+            for name in self.members:
+                self.loads.of(name).untold()
+        else:
             for replica in changes.left:
                 await self._remove(replica)
             for replica in changes.joined:

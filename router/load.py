@@ -231,6 +231,12 @@ class ReplicaLoad:
         self.foreign_tokens = max(0, waiting_tokens - max(self.peak[2], self.waiting_tokens))
         self.peak = NO_SHARE
 
+    def untold(self) -> None:
+        """No lease can be read: what the last one told of strangers may have ended long since."""
+        if self.foreign_requests or self.foreign_tokens:
+            self.changed.add(self.replica)
+            self.foreign_requests = self.foreign_tokens = 0
+
     def falls(self) -> None:
         """The counts are about to fall."""
         self.changed.add(self.replica)

@@ -348,3 +348,8 @@ def test_what_a_lease_tells_beyond_all_that_was_sent_is_foreign_and_goes_with_th
     assert (load.foreign_requests, load.foreign_tokens) == (3, 2500)
     load.told(2, 500)
     assert (load.foreign_requests, load.foreign_tokens) == (0, 0)
+    load.told(5, 3000)
+    book.changed.clear()
+    load.untold()
+    assert (load.foreign_requests, load.foreign_tokens, load.in_flight) == (0, 0, 2)
+    assert book.changed == {"w0"}

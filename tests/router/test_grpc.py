@@ -267,6 +267,9 @@ async def test_a_session_and_a_trusted_tenant_are_taken_from_the_metadata(cluste
         for number in range(8):  # without a home all go to one in 1 of 16,000
             _, trailing = await client.call(GENERATE, token_request(40 + number), metadata=hints)
             homes.add(trailing["x-warmfront-replica"])
+            asked = {"request": token_request(40 + number)}
+            ((told,), _) = await client.call("warmfront.v1.Admin/Explain", asked, metadata=hints)
+            homes.add(told["explanations"][0]["chosen"])
         (home,) = homes
         assert {one.tenant for one in cluster.workers[home].requests[-8:]} == {tenant}
         await client.channel.close()

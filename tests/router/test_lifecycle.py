@@ -160,9 +160,13 @@ async def test_a_stopped_and_emptied_redis_fails_no_request_and_all_is_whole_aft
         await cluster.add_worker("w1")
         router = await cluster.add_router()
         home = await replica_of(cluster)
+        cluster.workers[home].faults.waiting_tokens = 10**6  # of somebody unknown
+        await until(lambda: router.fleet.loads.of(home).foreign_tokens == 10**6)
         server.stop()
         await until(lambda: router.fleet.mirror.mode == "local")
-        assert 'index_mode{mode="local"} 1.0' in (await cluster.http.get("/metrics")).text
+        figures = (await cluster.http.get("/metrics")).text
+        assert 'index_mode{mode="local"} 1.0' in figures and "warmfront_router_redis_up 0.0" in figures
+        cluster.workers[home].faults.waiting_tokens = 0  # of which nobody can hear
         end = time.monotonic() + 3  # three leases
         number = 0
         while time.monotonic() < end:

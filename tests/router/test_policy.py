@@ -312,6 +312,16 @@ def test_in_a_large_fleet_new_prompts_spread() -> None:
     assert max(in_flight) <= 4
 
 
+def test_strangers_requests_and_those_that_are_queued_for_a_replica_wait_there_too() -> None:
+    placement, caches, keys = large_fleet(2, 0)
+    loads = placement._loads
+    loads.of("w0").told(requests=2, waiting_tokens=500)
+    loads.hold("w0", 300)
+    first, second = placement.preview(640, keys, 16, caches, 0.0).candidates
+    assert (first.replica, first.waiting_tokens, first.waiting_requests, first.in_flight) == ("w0", 800, 1, 2)
+    assert (second.waiting_tokens, second.waiting_requests, second.in_flight) == (0, 0, 0)
+
+
 def test_the_sticky_setting_goes_on_waiting_for_a_holder_where_the_default_takes_a_copy() -> None:
     holder = Candidate("holder", matched_tokens=90, waiting_tokens=110, waiting_requests=1, speed=100)
     idle = Candidate("idle", speed=100)
