@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from click.testing import CliRunner
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -22,6 +23,7 @@ from cache.prefix_cache import PrefixCache
 from router.policy import POLICIES
 from warmfront.errors import WrongUse
 from warmfront.replay.capacity import sub_block_loss
+from warmfront.replay.command import replay as replay_command
 from warmfront.replay.report import hit_rate_over_time, over_bound_note
 from warmfront.replay.settings import Settings
 from warmfront.replay.simulation import Simulation, open_loop_speed, oracle_hit_rate, simulate
@@ -351,6 +353,47 @@ def test_json_prints_one_object_per_policy_and_nothing_else(chat_trace: Path) ->
     assert (first["policy"], second["policy"]) == ("warmfront", "random")
     assert first["random_hit_rate"] == second["random_hit_rate"] == second["hit_rate"]
     assert second["hit_rate"] < first["hit_rate"] <= first["oracle_hit_rate"] + 0.02
+
+
+def test_what_the_flags_say_of_fleet_and_cost_model_is_what_is_run(tmp_path: Path) -> None:
+    """Three prompts of five blocks and one token, a second apart, of which the third is the first again."""
+    path = tmp_path / "three.jsonl"
+    lines = [
+        {"timestamp_ms": 1000 * n, "session": f"s{n}", "token_ids": [token] * 41, "output_tokens": 3}
+        for n, token in enumerate((1, 2, 1))
+    ]
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+
+    def run(*more: str) -> dict[str, Any]:
+        flags = ("--block-size", "8", "--replicas", "1", "--kv-blocks", "6", "--open-loop", "--decode-time", "0ms")
+        speed = ("--prefill-tokens-per-s", "100", "--json")
+        done = CliRunner().invoke(replay_command, [str(path), *flags, *speed, *more], catch_exceptions=False)
+        assert done.exit_code == 0, done.output
+        found: dict[str, Any] = json.loads(done.stdout)
+        return found
+
+    plain = run()
+    assert (plain["ttft_ms"]["p50"], plain["ttft_ms"]["p99"], plain["makespan_s"]) == (410, 410, 2.41)
+    assert (plain["hit_rate"], plain["oracle_hit_rate"], plain["random_hit_rate"], plain["regret_tokens"]) == (
+        0,
+        0,
+        0,
+        0,
+    )
+    assert run("--prefill-tokens-per-s", "200")["ttft_ms"]["p50"] == 205
+    assert run("--decode-time", "100ms")["makespan_s"] == pytest.approx(2.41 + 2 * 0.1)
+    assert run("--speed", "2")["makespan_s"] == pytest.approx(1.41)
+    assert run("--load-share", "0.5")["makespan_s"] == pytest.approx(1.23 / 0.5 + 0.41)  # full speed: 2 s in 1.23
+    assert run("--limit", "1")["makespan_s"] == 0.41
+    host = run("--host-kv-blocks", "20", "--host-tokens-per-s", "400")
+    assert host["hit_rate"] == host["oracle_hit_rate"] == host["random_hit_rate"] == round(40 / 123, 5)
+    assert host["ttft_ms"]["p50"] == 410
+    assert host["makespan_s"] == pytest.approx(2 + 40 / 400 + 0.01)
+    two = ("--replicas", "2", "--policy", "round_robin", "--limit", "2")
+    assert run(*two)["imbalance"]["requests"] == 1
+    assert run(*two, "--routers", "2")["imbalance"]["requests"] == 2, "each goes round by itself"
+    three = run("--replicas", "3", "--policy", "round_robin", "--kv-blocks", "20")
+    assert (three["regret_tokens"], three["oracle_hit_rate"]) == (40, round(40 / 123, 5))
 
 
 def test_lists_give_a_row_for_each_setting_with_what_its_blocks_cost(chat_trace: Path) -> None:
