@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import re
 import uuid
 from collections.abc import Awaitable, Callable, Collection
@@ -33,6 +34,7 @@ from common.tls import TlsError, TlsFiles
 from common.worker_token import tokens_of
 from router.worker_client import WorkerTls
 from warmfront.console import Grid, Progress, counted, stdout
+from warmfront.down import find_url
 from warmfront.errors import DeadlinePassed, Failure, WrongUse
 from warmfront.files import fault_of, read_secret, read_text
 from warmfront.flags import ENV_PREFIX
@@ -62,7 +64,7 @@ def _redis_options(function: Callable[..., Any]) -> Callable[..., Any]:
     return click.option(
         "--redis",
         envvar=ENV_PREFIX + "REDIS",
-        help="URL of the fleet's Redis. Default: that of `up` on this machine.",
+        help="URL of the fleet's Redis. Default: that of the `up` on this machine, or of WARMFRONT_URL's.",
     )(function)
 
 
@@ -313,10 +315,21 @@ def read_file(path: Path) -> list[HotPrefix]:
 
 
 def _redis_of(fleet: str) -> str:
-    """The Valkey that `up` has embedded for this fleet, on this machine. Raises ``WrongUse`` when there is none."""
-    for run_dir in all_run_dirs():
-        if run_dir.owner() and run_dir.cluster.get("fleet") == fleet and (url := embedded_url(run_dir.path)):
-            return url
+    """The Valkey that an `up` on this machine has embedded for this fleet: that of WARMFRONT_URL, else the only one.
+
+    Raises ``WrongUse`` where it cannot be told.
+    """
+    running = [one for one in all_run_dirs() if one.owner() and one.cluster.get("fleet") == fleet]
+    if named := os.environ.get(ENV_PREFIX + "URL"):
+        running = [find_url(named, running)]
+    found = {one.cluster.get("http", ""): url for one in running if (url := embedded_url(one.path))}
+    if len(found) > 1:
+        raise WrongUse(
+            f"several clusters here have a fleet {fleet!r}; choose one with --redis or {ENV_PREFIX}URL: "
+            f"{', '.join(sorted(found))}"
+        )
+    for url in found.values():
+        return url
     raise WrongUse(
         f"--redis is missing: give the URL of fleet {fleet!r}, since no `up` of this machine embeds one for it"
     )

@@ -49,21 +49,24 @@ def status(*, address: Address, as_json: bool, watch: bool) -> None:
 @changed_address_options
 @click.option("--deadline", type=Duration(), default="60s", show_default=True, help="What runs then is cut.")
 @click.option("--no-wait", is_flag=True, help="Return as soon as the replica takes no new requests.")
-def drain(*, replica: str, address: Address, deadline: float, no_wait: bool) -> None:
+@click.option("--json", "as_json", is_flag=True, help="Print the object of POST /v1/drain.")
+def drain(*, replica: str, address: Address, deadline: float, no_wait: bool, as_json: bool) -> None:
     """Take REPLICA out of service: no new requests go there, running ones end, its process exits."""
     client = Client(address, timeout_s=10)
     listed = client.get("/v1/replicas")["replicas"]
     generation = next((one.get("generation") for one in listed if one["id"] == replica), None)
     if [one["id"] for one in listed if one["state"] == "READY" and not one.get("fault")] == [replica]:
         say(f"{replica} is the last one that is READY: requests are refused until another is")
-    running = client.post("/v1/drain", {"replica": replica, "deadline_ms": int(deadline * 1000)}).get("running", 0)
-    click.echo(f"{replica}: draining, {counted(running, 'request')} running")
+    answer = client.post("/v1/drain", {"replica": replica, "deadline_ms": int(deadline * 1000)})
+    running = counted(answer.get("running", 0), "request")
+    click.echo(json.dumps(answer) if as_json else f"{replica}: draining, {running} running")
     end = time.monotonic() + deadline
     while not no_wait:
         try:
             now = _find(client, replica)
             if now.get("generation") != generation or now["state"] == "GONE":
-                click.echo(f"{replica}: drained")
+                if not as_json:
+                    click.echo(f"{replica}: drained")
                 return
             left = f"still has {counted(now['running'], 'request')}"
         except Failure as error:  # that a router does not answer says nothing of the replica

@@ -145,6 +145,11 @@ def test_drain_waits_until_the_replica_is_gone(cli: Cli, router: FakeRouter) -> 
     assert result.out == "w0: draining, 1 request running\nw0: drained\n"
 
 
+def test_drain_prints_the_router_s_object_where_it_is_asked_to(cli: Cli, router: FakeRouter) -> None:
+    result = cli("drain", "w0", "--url", router.url, "--json")
+    assert (result.exit_code, json.loads(result.out)) == (0, {"replica": "w0", "running": 1})
+
+
 def test_drain_of_the_last_replica_that_is_ready_says_what_that_means(cli: Cli, router: FakeRouter) -> None:
     router.replicas = [replica("w0"), replica("w1", "WARMING"), replica("w2", fault="differs")]
     assert "w0 is the last one that is READY" in cli("drain", "w0", "--url", router.url).err

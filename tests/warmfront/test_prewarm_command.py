@@ -153,6 +153,28 @@ def test_a_fleet_without_hot_prefixes_says_so(cli: Cli, store: str) -> None:
     assert (result.exit_code, "has no hot prefixes" in result.out) == (0, True)
 
 
+def test_of_several_clusters_here_none_is_taken_for_the_one_that_is_meant(
+    cli: Cli, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert "no `up` of this machine embeds one" in cli("hot").err
+    for number in (1, 2):
+        cluster = RunDir.create()
+        cluster.cluster = {"http": f"http://127.0.0.1:800{number}", "fleet": "default"}
+        cluster.save()
+        (cluster.path / "valkey").mkdir()
+        settings = f"requirepass secret\nbind 127.0.0.1\nport {number}\n"  # where nobody listens
+        (cluster.path / "valkey" / "valkey.conf").write_text(settings)
+        if number == 1:
+            assert "no Redis answers at redis://:***@127.0.0.1:1/0" in cli("hot").err
+    result = cli("hot")
+    assert result.exit_code == 2
+    assert "choose one with --redis or WARMFRONT_URL: http://127.0.0.1:8001, http://127.0.0.1:8002" in result.err
+    monkeypatch.setenv("WARMFRONT_URL", "http://127.0.0.1:8002")
+    assert "no Redis answers at redis://:***@127.0.0.1:2/0" in cli("hot").err
+    monkeypatch.setenv("WARMFRONT_URL", "http://127.0.0.1:8003")
+    assert "no cluster of yours here has that address" in cli("hot").err
+
+
 def test_a_worker_is_filled_from_redis(cli: Cli, hot: None, running: Running) -> None:
     arguments = ("prewarm", "--target", running.address, "--redis", running.redis)
     result = cli(*arguments, "--worker-token-file", running.token_file, "--min-hit-rate", "1")
