@@ -392,6 +392,9 @@ async def test_a_router_that_drains_serves_on_during_its_notice_and_holds_no_cli
             answer = await newcomer.post("/v1/completions", json=BODY)
         assert (answer.status_code, answer.headers["connection"]) == (200, "close")
     assert (await cluster.http.get("/readyz")).text == "draining\n"
+    async with grpc.aio.insecure_channel(cluster.endpoints[0].grpc) as channel:
+        told = await health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest())
+    assert told.status == health_pb2.HealthCheckResponse.NOT_SERVING
     assert not draining.done()
     draining.cancel()
 

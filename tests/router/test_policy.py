@@ -312,6 +312,15 @@ def test_in_a_large_fleet_new_prompts_spread() -> None:
     assert max(in_flight) <= 4
 
 
+def test_what_is_foreseen_is_what_is_drawn_next() -> None:
+    placement, caches, _ = large_fleet(4, 0)
+    for number in range(20):
+        keys = HashScheme().keys([number, *range(639)])
+        foreseen = placement.preview(640, keys, 16, caches, 0.0).chosen.replica
+        assert placement.preview(640, keys, 16, caches, 0.0).chosen.replica == foreseen
+        assert placement.place(640, keys, 16, caches, 0.0).replica == foreseen
+
+
 def test_strangers_requests_and_those_that_are_queued_for_a_replica_wait_there_too() -> None:
     placement, caches, keys = large_fleet(2, 0)
     loads = placement._loads

@@ -11,6 +11,7 @@ import time
 from array import array
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import grpc
 import pytest
@@ -206,6 +207,9 @@ def test_it_is_loaded_as_a_model_is() -> None:
     loaded = load_simulated(config(fault="lag:50ms"), lambda what, share: None)
     assert (loaded.num_blocks, loaded.card.max_model_len, loaded.event_lag_s) == (101, 1600, 0.05)
     assert loaded.card.eos_token_ids
+    slow = config(time_scale=10.0, prefill_tokens_per_s=4000.0, decode_time_s=0.02, host_tokens_per_s=500.0)
+    runner: Any = load_simulated(slow, lambda what, share: None).runner
+    assert (runner._prefill_tokens_per_s, runner._decode_s, runner._host_tokens_per_s) == (400, 0.2, 50)
     with pytest.raises(ConfigError, match="--max-model-len 2000 does not fit --kv-blocks 100"):
         load_simulated(config(max_model_len=2000), lambda what, share: None)
     with pytest.raises(ConfigError, match="--fault is for --engine simulated"):
