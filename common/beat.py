@@ -1,4 +1,4 @@
-"""Whether an event loop still turns: a task of it notes the time, anybody reads that.
+"""Whether an event loop still turns, and what it says of itself: a task of it notes both, anybody reads that.
 
 A process whose loop hangs keeps its ports, its threads and its place in every list: only what runs in the loop itself
 can tell.
@@ -7,6 +7,7 @@ can tell.
 import asyncio
 import contextlib
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 _PERIOD_S = 0.5
@@ -14,10 +15,11 @@ _LATE_S = 3.0
 
 
 class Beat:
-    """Of the loop that runs ``run``. ``file`` is touched as well, for whoever watches from another process."""
+    """Of the loop that runs ``run``. ``file`` gets what ``tell`` says, for whoever watches from another process."""
 
-    def __init__(self, file: Path | None = None) -> None:
+    def __init__(self, file: Path | None = None, tell: Callable[[], str] = str) -> None:
         self._file = file
+        self._tell = tell
         self._at_s = time.monotonic()
 
     async def run(self) -> None:
@@ -26,7 +28,7 @@ class Beat:
             self._at_s = time.monotonic()
             if self._file is not None:
                 with contextlib.suppress(OSError):  # no place left, say: whoever watches sees an old file
-                    self._file.touch(mode=0o600)
+                    _replace(self._file, self._tell())
             await asyncio.sleep(_PERIOD_S)
 
     def why_dead(self) -> str:
@@ -37,6 +39,14 @@ class Beat:
 def why_dead(file: Path) -> str:
     """The same by the file of a beat. Raises ``OSError`` while there is none."""
     return _late(time.time() - file.stat().st_mtime)
+
+
+def _replace(file: Path, text: str) -> None:
+    """In one step: nobody reads half of it."""
+    temporary = file.with_name(f".{file.name}")
+    temporary.touch(mode=0o600)
+    temporary.write_text(text, encoding="utf-8")
+    temporary.replace(file)
 
 
 def _late(age_s: float) -> str:

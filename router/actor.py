@@ -49,7 +49,6 @@ class RouterActor:
         """Proof of life: where it listens and, unless it is ready, why not."""
         assert self._endpoints is not None
         assert self._router is not None
-        fleet, not_ready = self._router.fleet, self._router.fleet.why_not_ready()
         hangs = self._router.beat.why_dead()  # Ray asks in a thread of its own, which goes on when the servers do not
         return {
             "http": self._endpoints.http,
@@ -57,9 +56,8 @@ class RouterActor:
             "metrics": self._endpoints.metrics,
             "pid": os.getpid(),
             "node": ray.get_runtime_context().get_node_id(),
-            "not_ready": not_ready,
-            # Without a worker no router can be ready, and none is better than another.
-            "state": "READY" if not hangs and not (not_ready and fleet.ready) else "STARTING",
+            "not_ready": self._router.fleet.why_not_ready(),
+            "state": "STARTING" if hangs or self._router.fleet.is_behind else "READY",
             "error": hangs,
         }
 

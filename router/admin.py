@@ -89,6 +89,7 @@ class Admin:
             inflight_requests=load.in_flight,
             restarts=member.replica.restarts,
         )
+        one.lease.state = member.state
         hung = self._fleet.hung.get(member.replica.id)
         failing = _FAILING if member.breaker.is_troubled else ""
         fault = member.replica.fault or (hung.detail if hung else "") or member.fault or one.lease.fault

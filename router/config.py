@@ -75,7 +75,7 @@ class RouterConfig:
     min_ready_replicas: int = 1  # of a fleet that nobody has used yet; until then this router is not ready
     drain_notice_s: float = 0.5  # between "not ready" and the closed ports: load balancers look away first
     drain_deadline_s: float = 30.0  # streams still running this long after that are cut
-    alive_file: Path | None = None  # touched while the event loop turns
+    alive_file: Path | None = None  # gets the router's state while the event loop turns
     log_json: bool = False
     log_level: str = "INFO"
 

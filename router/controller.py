@@ -436,6 +436,7 @@ class Controller:
             "fault": record.fault,
             "exit_code": record.exit_code,
             "error": seen.error,
+            "not_ready": seen.not_ready,
             "strikes": record.health.strikes,
             "restarts": record.health.restarts,
             "ended": record.ended,

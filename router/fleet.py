@@ -55,6 +55,19 @@ class Member:
     fault: str = ""  # what this router's own calls have met, until one succeeds
     heartbeat: int = 0  # of the last lease whose load was taken
 
+    @property
+    def has_gone(self) -> bool:
+        """Whether it has taken its lease away and closed its server, maybe before anybody has seen it DRAINING.
+
+        An emptied Redis has no lease of it either, but leaves the connection.
+        """
+        return self.replica.has_left and not self.client.is_connected
+
+    @property
+    def state(self) -> common_pb2.ReplicaState:
+        """By its lease, unless it has gone."""
+        return common_pb2.GONE if self.has_gone else self.replica.lease.state
+
 
 class Fleet:
     """Follows Redis until stopped. Its members, index, loads and model are read by dispatch, in the same thread."""
@@ -153,7 +166,7 @@ class Fleet:
             return f"no replica is registered in fleet {self.config.fleet!r}"
         if not self.ready:
             states = ", ".join(
-                f"{m.replica.id} {m.replica.fault or common_pb2.ReplicaState.Name(m.replica.lease.state)}"
+                f"{m.replica.id} {m.replica.fault or common_pb2.ReplicaState.Name(m.state)}"
                 for m in self.members.values()
             )
             return f"0 of {len(self.members)} replicas are ready: {states}"
@@ -165,6 +178,16 @@ class Fleet:
         if not self.mirror.was_loaded:  # once is enough: else all routers would turn away requests at one lost event
             return "the index is being loaded"
         return ""
+
+    @property
+    def is_behind(self) -> bool:
+        """Whether others may answer what this router cannot yet. Without a worker none is better than another."""
+        return bool(self.ready and self.why_not_ready())
+
+    @property
+    def is_online(self) -> bool:
+        """Whether Redis answered the last look at the leases."""
+        return self._registry.online
 
     async def look_again(self) -> None:
         """Take in the leases as they stand now. Looks that are asked for together are one, of few a second."""
@@ -214,11 +237,11 @@ class Fleet:
                     self.loads.of(lease.replica).told(load.waiting + load.running, load.waiting_tokens)
                 self.mirror.audit(lease)
                 self.hot.follow(lease, self.index)
-        self._set_ready({name: member for name, member in self.members.items() if member.replica.is_ready})
+        self._set_ready(
+            {name: member for name, member in self.members.items() if member.replica.is_ready and not member.has_gone}
+        )
         self._gate.observe(self.ready_caches.values(), self.shared_load.peers.has_work(), now)
-        self.absent = {
-            name: _absence(member.replica) for name, member in self.members.items() if name not in self.ready
-        }
+        self.absent = {name: _absence(member) for name, member in self.members.items() if name not in self.ready}
         self.hung = {name: _hung(member) for name, member in self.members.items() if member.replica.lease.load.hung_s}
         if self.hung:
             self.on_hung()
@@ -390,8 +413,8 @@ def scheme_fault(config: RouterConfig, contract: common_pb2.Contract) -> str:
     return ""
 
 
-def _absence(replica: Replica) -> Absence:
-    state = common_pb2.ReplicaState.Name(replica.lease.state)
+def _absence(member: Member) -> Absence:
+    state, replica = common_pb2.ReplicaState.Name(member.state), member.replica
     if replica.fault:
         return Absence(state, "contract", replica.fault)
     return Absence(state, state.lower(), replica.lease.fault)

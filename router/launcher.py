@@ -41,6 +41,7 @@ class Seen:
     fault: str = ""  # why it failed, by its own words
     exit_code: int = 0  # with which it then ended
     error: str = ""  # what is wrong with it now; empty: it is well
+    not_ready: str = ""  # of a router: why it cannot answer requests, be it that no worker can
     answers: bool = False  # this very look had an answer from the part itself
     is_leaving: bool = False  # its node is being shut down and waits for it to end
     is_restarting: bool = False  # its process is gone and its launcher starts it again

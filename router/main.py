@@ -5,6 +5,7 @@ import gc
 import logging
 import signal
 import threading
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -25,6 +26,7 @@ log = logging.getLogger(__name__)
 
 _HEALTH_PERIOD_S = 0.25
 _NEW_OBJECTS = 10_000  # some MB
+_CATCH_UP_S, _CATCH_UP_LOOK_S = 30.0, 0.02
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,17 +53,19 @@ class Router:
         self._grpc = GrpcFront(config, self.fleet, self.dispatcher, admin, self.metrics, self._certificates)
         self._http = HttpFront(config, self.fleet, self.dispatcher, admin, self.metrics, self._certificates)
         self._metrics_server: MetricsServer | None = None
-        self.beat = Beat(config.alive_file)
+        self.beat = Beat(config.alive_file, self._tell_state)
+        self._listens = False
         self._beating: asyncio.Task[None] | None = None
         self._tasks: list[asyncio.Task[None]] = []
 
     async def start(self) -> Endpoints:
-        """Listen and follow the fleet. Raises ``OSError`` when a port cannot be had."""
+        """Follow the fleet and listen. Raises ``OSError`` when a port cannot be had.
+
+        Who connects to a port that several routers share meets any of them: this one joins them once it can answer.
+        """
         host = self.config.listen
         self._beating = asyncio.create_task(self.beat.run())
         try:
-            http_port = await self._http.start()
-            grpc_port = await self._grpc.start()
             metrics_url = None
             if self.config.metrics_port is not None:
                 self._metrics_server = MetricsServer(
@@ -73,6 +77,11 @@ class Router:
                 )
                 metrics_url = f"http://{host_port(host, self._metrics_server.port)}/metrics"
             await self.fleet.start()
+            if self.config.reuse_port:
+                await self._catch_up()
+            http_port = await self._http.start()
+            grpc_port = await self._grpc.start()
+            self._listens = True
         except BaseException:
             await self.stop()
             raise
@@ -83,6 +92,20 @@ class Router:
         log.info("router listens http=%s grpc=%s", http, grpc)
         scheme = "https" if self._certificates is not None else "http"
         return Endpoints(http=f"{scheme}://{http}", grpc=grpc, metrics=metrics_url)
+
+    async def _catch_up(self) -> None:
+        """Wait until this router can answer what others can, but not for ever: perhaps there are none."""
+        end_s = time.monotonic() + _CATCH_UP_S
+        while True:
+            knows_all = self.fleet.is_online and not self.fleet.is_behind
+            if knows_all or time.monotonic() > end_s:
+                return
+            await asyncio.sleep(_CATCH_UP_LOOK_S)
+
+    def _tell_state(self) -> str:
+        """For whoever keeps it running: STARTING or READY, and why it cannot answer requests, if so."""
+        state = "STARTING" if not self._listens or self.fleet.is_behind else "READY"
+        return f"{state} {self._http.why_not_ready()}"
 
     async def drain(self) -> None:
         """Say "not ready", serve on until load balancers have seen it, let what runs end, then close everything."""
@@ -131,7 +154,15 @@ def settle_collector() -> None:
 async def serve(config: RouterConfig, stop: asyncio.Event, ready: Callable[[Endpoints], None] | None = None) -> None:
     """Run a router until ``stop`` is set, then drain it. ``ready`` is told once its servers listen."""
     router = Router(config)
-    endpoints = await router.start()
+    starting, stopping = asyncio.create_task(router.start()), asyncio.create_task(stop.wait())
+    await asyncio.wait((starting, stopping), return_when=asyncio.FIRST_COMPLETED)
+    stopping.cancel()
+    if not starting.done():
+        starting.cancel()
+        await asyncio.wait((starting,))
+        if starting.cancelled():  # a Redis call may swallow it
+            return
+    endpoints = starting.result()
     settle_collector()
     if ready is not None:
         ready(endpoints)

@@ -77,6 +77,7 @@ class Membership:
         self._lease_s = lease_s
         self._online_s = 0.0  # stands still while Redis is away
         self._observed_s: float | None = None
+        self._sure_from_s = 0.0  # on the same clock: before, Redis may have lost leases that nobody has taken away
         self._expired: dict[str, tuple[str, int]] = {}  # replica -> generation and heartbeat of a lease that ran out
         self._lost: dict[str, Replica] = {}  # the last that left without a word, oldest first
 
@@ -87,6 +88,7 @@ class Membership:
     def redis_is_away(self) -> None:
         """Redis did not answer, or takes no writes: time stops for the leases until it does."""
         self._observed_s = None
+        self._sure_from_s = self._online_s + self._lease_s
 
     def observe(self, leases: Iterable[common_pb2.ReplicaLease], now: float, is_emptied: bool = False) -> Changes:
         """Redis answered with these leases. ``is_emptied``: it has lost them, for all that is known."""
@@ -94,6 +96,8 @@ class Membership:
             # A pause of this process is nobody else's fault: it may not eat a whole lease.
             self._online_s += min(now - self._observed_s, self._lease_s / 2)
         self._observed_s = now
+        if is_emptied:
+            self._sure_from_s = self._online_s + self._lease_s
         changes = Changes()
         present = {lease.replica: lease for lease in leases}
         self._expired = {name: last for name, last in self._expired.items() if name in present}
@@ -103,8 +107,8 @@ class Membership:
             lease_s = replica.lease.lease_ms / 1000 or self._lease_s
             if replica.id in present:
                 replica.has_left = False
-            elif self.lease_age_s(replica) < _YOUNG * lease_s and not is_emptied:
-                replica.has_left = True  # by itself it would have stood there for longer
+            elif self.lease_age_s(replica) < _YOUNG * lease_s and self._online_s >= self._sure_from_s:
+                replica.has_left = True  # by itself its lease would have stood there for longer
             if replica.lease.state == common_pb2.GONE or self.lease_age_s(replica) > lease_s:
                 changes.left.append(self.replicas.pop(replica.id))
                 self._note_end(replica)

@@ -169,6 +169,11 @@ class WorkerClient:
         """How calls end once the client is closed."""
         return WorkerError("UNAVAILABLE", "the replica left the fleet") if self.is_closed else None
 
+    @property
+    def is_connected(self) -> bool:
+        """Whether there is a connection now; there is none either before the first call, or after long silence."""
+        return bool(self._channel.get_state() is grpc.ChannelConnectivity.READY)
+
     def renew(self, identity: Identity) -> None:
         """Use these certificates, if they are new, from the next call on; calls that run end on the old channel."""
         if identity is not self._identity:

@@ -194,6 +194,7 @@ class RayLauncher:
             fault=answer.get("fault", ""),
             exit_code=answer.get("exit_code", 0),
             error=answer.get("error", ""),
+            not_ready=answer.get("not_ready", ""),
             answers=True,
             is_leaving=answer.get("node") in leaving,
         )

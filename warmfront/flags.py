@@ -129,7 +129,7 @@ SECTIONS: dict[str, tuple[Flag, ...]] = {
             "worker_token",
             read_secret,
         ),
-        Flag("reuse-port", click.BOOL, "Share the public ports with other routers of this machine."),
+        Flag("reuse-port", click.BOOL, "Share the public ports with others of this machine, once it can answer."),
         Flag("trust-tenant-header", click.BOOL, "Take x-warmfront-tenant from the client."),
     ),
     "Placement": (
@@ -262,7 +262,7 @@ SECTIONS: dict[str, tuple[Flag, ...]] = {
         Flag("stall-timeout", Duration(), "Cut off a client that takes nothing of its answer.", "stall_timeout_s"),
     ),
     "Other": (
-        Flag("alive-file", FILE, "Touch this file twice a second while the router's event loop turns."),
+        Flag("alive-file", FILE, "Write the router's state to this file twice a second while its event loop turns."),
         Flag("max-body-bytes", Integer(min=1024), "Largest HTTP body; above it clients get 413."),
         Flag("continue-streams", bool, "Move a stream whose worker died to another replica."),
         Flag("log-json", click.BOOL, "Logs as JSON lines."),

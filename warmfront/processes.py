@@ -24,7 +24,7 @@ from warmfront_pb.v1 import common_pb2
 from common.beat import why_dead
 from router.controller import Controller
 from router.launcher import Seen, refuses
-from router.reconcile import DRAINING, GONE, READY, STARTING, Group
+from router.reconcile import DRAINING, GONE, STARTING, Group
 from router.worker_client import is_serving
 from warmfront.desired import DESIRED_FILE, own_ports, read_desired
 from warmfront.flags import ENV_PREFIX, SEED_ENV
@@ -49,7 +49,7 @@ class _Child:
     revision: str
     config: Path
     log: Path
-    alive: Path  # of a router: touched while its event loop turns
+    alive: Path  # of a router: its state, told while its event loop turns
     gpu: int | None = None  # the device that it has, where each takes one
     process: asyncio.subprocess.Process | None = None
     started_s: float = 0.0  # by the monotonic clock
@@ -187,8 +187,8 @@ class ChildProcesses:
             fault = end_of(code, child.log)
             return seen(is_restarting=True, fault=fault, exit_code=code, error=f"it ended: {fault}")
         if child.role == "router":
-            error = _router_error(child.alive)
-            return seen(pid=pid, state=STARTING if error else READY, error=error, answers=True)
+            state, not_ready, error = _told_by_router(child.alive)
+            return seen(pid=pid, state=state, not_ready=not_ready, error=error, answers=True)
         if lease is not None and _boot_ms(lease) < child.started_ms:
             lease = None  # of the process before
         if lease is not None:
@@ -266,12 +266,14 @@ def child_environment() -> dict[str, str]:
     return {**kept, "PYTHONUNBUFFERED": "1"}
 
 
-def _router_error(alive: Path) -> str:
-    """What is wrong with a router; routers share their ports, so that none can be asked by itself."""
+def _told_by_router(alive: Path) -> tuple[str, str, str]:
+    """A router's state, why it cannot answer and what is wrong: on ports that several share none can be asked."""
     try:
-        return why_dead(alive)
+        error = why_dead(alive)
+        state, _, not_ready = alive.read_text(encoding="utf-8").partition(" ")
     except OSError:
-        return "its servers do not listen yet"
+        return STARTING, "", "it has not told its state yet"
+    return STARTING if error else state, not_ready, error
 
 
 def _boot_ms(lease: common_pb2.ReplicaLease) -> int:

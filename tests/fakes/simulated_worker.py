@@ -150,6 +150,16 @@ class SimulatedWorker(worker_pb2_grpc.WorkerServicer):
         await self._server.stop(None)
         await self._redis.aclose()
 
+    async def leave(self) -> None:
+        """As one does that has drained: first its lease goes, then its server."""
+        self._is_stopped = True
+        if self._task is not None:
+            self._task.cancel()
+            await asyncio.gather(self._task, return_exceptions=True)
+        await self._redis.delete(self._key(f"replica:{self.spec.replica}"))
+        await self._redis.zrem(self._key("replicas"), self.spec.replica)
+        await self.stop()
+
     # Worker service
 
     async def Generate(
@@ -177,8 +187,8 @@ class SimulatedWorker(worker_pb2_grpc.WorkerServicer):
     ) -> worker_pb2.GetModelResponse:
         await self._authenticate(context)
         self.num_asked_for_model += 1
-        if self.faults.is_hung_on_model:
-            await asyncio.Event().wait()
+        while self.faults.is_hung_on_model:
+            await asyncio.sleep(0.01)
         return worker_pb2.GetModelResponse(
             served_model_name=self.spec.model_name,
             tokenizer_json=self.tokenizer.to_str(),

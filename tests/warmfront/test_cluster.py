@@ -251,6 +251,29 @@ def test_a_router_that_hangs_is_replaced_though_another_answers_on_its_ports(
         up.assert_nothing_is_left()
 
 
+@pytest.mark.slow
+def test_up_waits_for_each_of_several_routers(temp_root: Path, tmp_path: Path) -> None:
+    with started(tmp_path, "--without-ray", "--replicas", "1", "--routers", "2") as up:
+
+        def found() -> bool:
+            assert up.process.poll() is None, up.err.read_text()
+            for up.run_dir in [one.path for one in all_run_dirs()]:
+                return bool((up.run_dir / "status.json").exists() and up.part("router-1").get("pid"))
+            return False
+
+        wait_for(found, "the other router's process")
+        router = up.part("router-1")["pid"]
+        os.kill(router, signal.SIGSTOP)
+        wait_for(lambda: up.part("w0")["state"] == "READY", "the worker")
+        time.sleep(2)
+        assert not up.ready_file.exists()
+        os.kill(router, signal.SIGCONT)
+        up.wait_ready()
+        assert [up.part(name)["not_ready"] for name in ("router-0", "router-1")] == ["", ""]
+        assert up.stop() == 0
+        up.assert_nothing_is_left()
+
+
 @pytest.mark.parametrize("how", [(), ("--without-ray",)], ids=["ray", "processes"])
 def test_a_worker_that_cannot_start_ends_up_with_its_reason(
     temp_root: Path, tmp_path: Path, how: tuple[str, ...]

@@ -13,6 +13,8 @@ from warmfront_pb.v1 import common_pb2
 
 from router.reconcile import Group
 from router.registry import LeaseReader
+from tests.fakes.simulated_worker import TOKEN, SimulatedWorker, Spec
+from tests.support import free_port
 from tests.warmfront.test_cluster import GUARD_S
 from warmfront.processes import ChildProcesses
 from warmfront.run_dir import RunDir
@@ -38,6 +40,31 @@ async def test_a_part_that_cannot_be_started_is_tried_again_and_hides_nobody_els
     hurry = asyncio.Event()
     hurry.set()
     await parts.stop("worker", 0, hurry)
+
+
+async def test_a_router_on_shared_ports_tells_by_itself_whether_it_can_answer(tmp_path: Path, store: str) -> None:
+    parts = ChildProcesses(RunDir(path=tmp_path), tmp_path, {})
+    await parts.begin("told", asyncio.Event())
+    token = tmp_path / "token"
+    token.write_text(TOKEN)
+    ports = {"http_port": free_port(), "grpc_port": free_port(), "reuse_port": True}
+    settings = {"redis": store, "fleet": "told", "worker_token_file": str(token), "heartbeat": "100ms", **ports}
+    await asyncio.to_thread(parts.start, Group(role="router", count=1, settings=settings), "router-0", "abc")
+
+    async def until_told(state: str, not_ready: str) -> None:
+        seen = None
+        async with asyncio.timeout(GUARD_S):
+            while seen is None or (seen.state, seen.not_ready, seen.error) != (state, not_ready, ""):
+                (seen,) = await asyncio.to_thread(parts.look, {})
+                await asyncio.sleep(0.05)
+
+    await until_told("READY", "no replica is registered in fleet 'told'")
+    worker = await SimulatedWorker(Spec(store, fleet="told")).start()
+    await until_told("READY", "")
+    await worker.stop()
+    hurry = asyncio.Event()
+    hurry.set()
+    await parts.stop("router", 0, hurry)
 
 
 @pytest.mark.slow
