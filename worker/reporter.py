@@ -11,7 +11,8 @@ Keys, prefix ``wf:{<fleet>}:``, all with a time to live that the heartbeat renew
     events:<id>:<gen>     stream: one entry per batch, id <last seq>-0, field b = cache.events batch,
                           t = when it was made, milliseconds since 1970 by this machine's clock
     snapshot:<id>:<gen>   cache.events snapshot
-    wanted:<id>:<gen>     set by a router that needs a newer snapshot; the next heartbeat takes it away and writes one
+    wanted:<id>:<gen>     set by a router that needs a newer snapshot; looked for a few times per heartbeat, taken away
+                          and answered with one
 """
 
 from __future__ import annotations
@@ -42,6 +43,7 @@ logger = logging.getLogger(__name__)
 
 STREAM_LENGTH = 4096  # batches kept at least
 MAX_QUEUED_BATCHES = 4096  # while Redis is away; beyond it a snapshot says it all
+_LOOKS_PER_HEARTBEAT = 5  # for a router that has missed something: its index is wrong until it has a snapshot
 _KEPT_LEASES = 10  # contract, stream and snapshot outlive a heartbeat by so many leases
 _MAX_BACKOFF_S = 2.0
 _REDIS_TIMEOUT_S = 5.0
@@ -104,7 +106,7 @@ class Reporter:
         self._contract: common_pb2.Contract | None = None
         self._queue: deque[tuple[int, EventBatch]] = deque()  # with the milliseconds since 1970 when they came
         self._wake = asyncio.Event()
-        self._next_beat_s = 0.0
+        self._next_beat_s = self._next_look_s = 0.0
         self._num_beats = 0
         self._num_written = 0  # of the last beat that reached Redis
         self._beaten = asyncio.Condition()
@@ -223,16 +225,22 @@ class Reporter:
         now = time.monotonic()
         if now >= self._next_beat_s:
             self._next_beat_s = now + self._heartbeat_s  # before the beat, during which the state may change again
+            self._next_look_s = now + self._heartbeat_s / _LOOKS_PER_HEARTBEAT
             await self._beat()
+        elif now >= self._next_look_s:
+            self._next_look_s = now + self._heartbeat_s / _LOOKS_PER_HEARTBEAT
+            if await self._redis.delete(self._wanted_key):
+                self._needs_snapshot = True
         if self._needs_snapshot or self._num_since_snapshot >= self._stream_length // 2:
             await self._renew_snapshot()
         if self._queue:
             await self._send()
 
     async def _pause(self) -> None:
-        """Until there is something to send, or it is time for a heartbeat."""
+        """Until there is something to send, or it is time for a heartbeat or for a look."""
+        next_s = min(self._next_beat_s, self._next_look_s)
         with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(max(0.0, self._next_beat_s - time.monotonic())):
+            async with asyncio.timeout(max(0.0, next_s - time.monotonic())):
                 await self._wake.wait()
         self._wake.clear()
 

@@ -252,17 +252,20 @@ async def test_events_that_no_queue_can_hold_are_made_good_by_a_snapshot(valkey_
     await source.stop()
 
 
-async def test_a_router_can_ask_for_a_snapshot(valkey_url: str) -> None:
-    source = await Source(valkey_url).start()
+async def test_who_asks_for_a_snapshot_need_not_wait_for_a_heartbeat(valkey_url: str) -> None:
+    source = await Source(valkey_url, heartbeat_s=5.0).start()
+    await until(source.agrees)  # the first snapshot is there, of an empty cache
     source.work(30)
     await until(source.agrees)
+    assert decode_snapshot(await source.redis.get(source.key("snapshot"))).seq < source.cache.last_seq
+    num_beats = source.reporter._num_beats
     await source.redis.set(f"wf:{{{source.fleet}}}:wanted:w0:{source.generation}", "1")
 
     async def is_new() -> bool:
-        snapshot = decode_snapshot(await source.redis.get(source.key("snapshot")))
-        return snapshot.seq == source.cache.last_seq
+        return decode_snapshot(await source.redis.get(source.key("snapshot"))).seq == source.cache.last_seq
 
     await until(is_new)
+    assert source.reporter._num_beats == num_beats
     await source.stop()
 
 
@@ -360,7 +363,7 @@ def test_generations_sort_by_the_time_of_their_boot() -> None:
     assert len(names[0]) == 12 + 1 + 6
 
 
-async def test_a_router_that_wants_a_newer_snapshot_gets_one_with_the_next_heartbeat(valkey_url: str) -> None:
+async def test_a_router_that_wants_a_newer_snapshot_gets_one_and_its_wish_is_taken_away(valkey_url: str) -> None:
     source = await Source(valkey_url).start()
     await until(source.agrees)  # the first snapshot is there, of an empty cache
     source.work(20)
