@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections import Counter
 from typing import Any
 
@@ -10,7 +11,10 @@ import grpc
 import httpx
 import pytest
 
+from router.admission import Admission, Waiter
 from router.config import ConfigError, RouterConfig
+from router.load import LoadBook
+from router.metrics import RouterMetrics
 from tests.fakes.simulated_worker import SimulatedWorker
 from tests.router.conftest import Cluster, until
 from tests.router.reflective import ReflectiveClient
@@ -57,6 +61,39 @@ class Crowd:
 
     async def end(self) -> list[httpx.Response]:
         return await asyncio.gather(*self.tasks)
+
+
+class Sent:
+    """What a request is once it is placed."""
+
+    work_tokens = 10
+    num_closed = 0
+
+    def close(self) -> None:
+        self.num_closed += 1
+
+
+@pytest.mark.parametrize("is_placed_before", [False, True])
+async def test_a_client_that_leaves_in_the_moment_in_which_it_is_placed_leaves_no_charge(
+    is_placed_before: bool,
+) -> None:
+    config = RouterConfig(redis_url="redis://127.0.0.1:1/0")
+    queue: Admission[Sent] = Admission(config, LoadBook(), RouterMetrics(), set, lambda: 1)
+    sent, end_s = Sent(), time.monotonic() + 60
+    waiter = Waiter(
+        tenant="", priority=0, num_tokens=10, arrived_s=0.0, expires_s=end_s, deadline_s=end_s, place=lambda: sent
+    )
+    waiting = asyncio.create_task(queue.wait(waiter))
+    await asyncio.sleep(0)
+    assert len(queue) == 1
+    if is_placed_before:
+        queue._look()
+    waiting.cancel()
+    if not is_placed_before:
+        queue._look()
+    with pytest.raises(asyncio.CancelledError):
+        await waiting
+    assert (sent.num_closed, len(queue)) == (1, 0)
 
 
 def test_weights_are_read_and_refused_by_name() -> None:
@@ -240,6 +277,18 @@ async def test_what_was_held_back_says_so_in_its_explanation(cluster: Cluster) -
     await crowd.end()
     explained = (await cluster.http.post("/v1/explain", json={"request_id": "held"})).json()
     assert explained["queue_s"] > 0
+
+
+async def test_a_replica_is_full_by_the_tokens_that_wait_there_too(cluster: Cluster) -> None:
+    worker = await cluster.add_worker("w0")
+    router = await cluster.add_router(replica_tokens=150)
+    gate = await close_gate(worker)
+    crowd = Crowd(cluster)
+    for number in range(3):
+        await crowd.send(f"a{number}")
+    assert (router.dispatcher.queue.num_in_flight, len(router.dispatcher.queue)) == (2, 1)
+    gate.set()
+    assert {response.status_code for response in await crowd.end()} == {200}
 
 
 async def test_a_router_at_its_own_bound_queues_though_replicas_have_room(cluster: Cluster) -> None:

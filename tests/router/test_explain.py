@@ -322,6 +322,10 @@ async def test_the_chosen_replica_says_what_its_cache_has_of_a_prompt_and_who_ev
     await cluster.http.post("/v1/completions", json=PROMPT, headers={"x-request-id": "second"})
     past = await cache_of({"request_id": "second"})
     assert (past["reason"], past["evicted_for"]) == ("evicted", "large")
+    for body, name in ((large, "again"), (PROMPT, "third"), (large, "once more")):
+        await cluster.http.post("/v1/completions", json=body, headers={"x-request-id": name})
+    past = await cache_of({"request_id": "third"})
+    assert past["reason"] == "unknown", "the block came, and went again, since it was missed"
 
 
 async def test_a_replica_that_cannot_explain_its_cache_costs_the_explanation_that_part_alone(cluster: Cluster) -> None:
