@@ -20,9 +20,10 @@ from hypothesis import strategies as st
 from cache.block_hash import HashScheme
 from cache.events import Tier
 from cache.prefix_cache import PrefixCache
+from cache.prefix_index import PrefixIndex
 from router.policy import POLICIES
 from warmfront.errors import WrongUse
-from warmfront.replay.capacity import sub_block_loss
+from warmfront.replay.capacity import index_bytes, sub_block_loss
 from warmfront.replay.command import replay as replay_command
 from warmfront.replay.report import hit_rate_over_time, over_bound_note
 from warmfront.replay.settings import Settings
@@ -339,6 +340,16 @@ def chat_trace(tmp_path_factory: pytest.TempPathFactory) -> Path:
             }
             lines.write(json.dumps(entry) + "\n")
     return path
+
+
+def test_what_an_index_takes_counts_its_table_which_is_mapped_memory() -> None:
+    cache = PrefixCache(4097, SCHEME, replica="w0", generation="0")
+    chain = SCHEME.chain(range(4096 * SCHEME.block_size))
+    cache.admit("a", chain)
+    cache.commit("a", len(chain))
+    index = PrefixIndex()
+    index.load("w0", cache.snapshot())
+    assert index_bytes([cache]) > index.table_bytes > 4096 * 16
 
 
 def test_json_prints_one_object_per_policy_and_nothing_else(chat_trace: Path) -> None:

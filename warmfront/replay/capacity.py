@@ -67,4 +67,4 @@ def index_bytes(caches: Sequence[PrefixCache]) -> int:
     after, _ = tracemalloc.get_traced_memory()
     if not was_tracing:
         tracemalloc.stop()
-    return after - before
+    return after - before + index.table_bytes
