@@ -5,6 +5,11 @@ change at once: first the new one is added, then it is shown, then the old one i
 """
 
 
+def shown_token(text: str | None) -> str:
+    """The token that a router shows; empty where there is none."""
+    return next(iter(tokens_of(text)), "")
+
+
 def tokens_of(text: str | None) -> list[str]:
     """The tokens, the one to show first; empty where there is none."""
     return [line.strip() for line in (text or "").splitlines() if line.strip()]

@@ -26,6 +26,7 @@ from router.reconcile import (
     GONE,
     READY,
     STARTING,
+    Action,
     Drain,
     Group,
     Memory,
@@ -348,17 +349,23 @@ class Controller:
             log.error("rollout failed role=%s revision=%s why=%r", group.role, memory.failed, memory.why)
         self._memories[group.role] = memory
         for action in actions:
-            name = action.name + suffix
-            if isinstance(action, Drain):
-                record = self._records[name]
-                log.info("drain part=%s revision=%s", name, record.seen.revision)
-                self._drain(launcher, record)
-            else:
-                log.info("start part=%s revision=%s", name, action.revision)
-                launcher.start(self._groups[action.revision], name, action.revision)
-                seen = Seen(role=group.role, name=name, revision=action.revision)
-                self._records[name] = _Record(seen, Health(time.monotonic()))
-        kept = {memory.good for memory in self._memories.values()} | {g.revision for g in self._desired.groups}
+            self._act(launcher, group.role, action.name + suffix, action)
+        self._forget_groups(self._desired)
+
+    def _act(self, launcher: Launcher, role: str, name: str, action: Action) -> None:
+        if isinstance(action, Drain):
+            record = self._records[name]
+            log.info("drain part=%s revision=%s", name, record.seen.revision)
+            self._drain(launcher, record)
+            return
+        log.info("start part=%s revision=%s", name, action.revision)
+        launcher.start(self._groups[action.revision], name, action.revision)
+        seen = Seen(role=role, name=name, revision=action.revision)
+        self._records[name] = _Record(seen, Health(time.monotonic()))
+
+    def _forget_groups(self, desired: Desired) -> None:
+        """The settings of which no part runs, and that none will go back to."""
+        kept = {memory.good for memory in self._memories.values()} | {group.revision for group in desired.groups}
         kept |= {record.seen.revision for record in self._records.values()}
         self._groups = {revision: one for revision, one in self._groups.items() if revision in kept}
 

@@ -17,7 +17,7 @@ from cache.block_hash import HashScheme
 from cache.prefix_index import PrefixIndex
 from common.redis_client import connect_redis
 from common.redis_keys import FleetKeys
-from common.worker_token import tokens_of
+from common.worker_token import shown_token
 from router.autoscale import signal_of
 from router.breaker import Breaker
 from router.chain_memo import ChainMemo
@@ -308,7 +308,7 @@ class Fleet:
         self.members[lease.replica] = Member(replica, self._client(lease))
 
     def _client(self, lease: common_pb2.ReplicaLease) -> WorkerClient:
-        return WorkerClient(lease.address, next(iter(tokens_of(self.config.worker_token)), ""), self._worker_tls)
+        return WorkerClient(lease.address, shown_token(self.config.worker_token), self._worker_tls)
 
     async def _remove(self, replica: Replica) -> None:
         member = self.members.pop(replica.id, None)

@@ -184,7 +184,10 @@ def start_local_ray(home: Path, token: Path, env: dict[str, str], output: Path) 
 
 
 def gcs_process() -> subprocess.Popen[bytes] | None:
-    """The process of the GCS of the Ray cluster that this process has started; None where Ray does not tell."""
+    """The process of the GCS of the Ray cluster that this process has started; None where Ray does not tell.
+
+    Ray has no public name for it.
+    """
     node: Any = getattr(importlib.import_module("ray._private.worker"), "_global_node", None)
     started: list[Any] = node.all_processes.get("gcs_server", []) if node is not None else []
     return started[0].process if started else None
@@ -192,7 +195,10 @@ def gcs_process() -> subprocess.Popen[bytes] | None:
 
 @contextlib.contextmanager
 def _sessions_of_their_own() -> Iterator[None]:
-    """A signal to the whole process group of `up`, as GNU timeout sends it, ends no process of Ray before its time."""
+    """A signal to the whole process group of `up`, as GNU timeout sends it, ends no process of Ray before its time.
+
+    Ray has no setting for it: what it starts its processes with is replaced while it starts them.
+    """
     services: Any = importlib.import_module("ray._private.services")
     popen = services.ConsolePopen
     services.ConsolePopen = functools.partial(popen, start_new_session=True)
@@ -216,7 +222,7 @@ def join_ray(address: str, namespace: str) -> None:
     logging.getLogger("ray").setLevel(logging.WARNING)
     try:
         ray.init(address=address, namespace=namespace, log_to_driver=False, configure_logging=False)
-    except Exception as error:
+    except Exception as error:  # as above: what Ray raises here has no common type
         words = (str(error) or type(error).__name__).splitlines()[0]
         raise WrongUse(
             f"--ray-address {address}: no Ray cluster answers there ({words}); "

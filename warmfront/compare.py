@@ -141,8 +141,7 @@ def verdict(rows: Sequence[Row]) -> str:
     text = (
         f"Warm computed {total['warm']:,} of {total['no cache']:,} prompt tokens "
         f"({total['warm'] / max(total['no cache'], 1):.1%}) and took {ttft['warm'] / ttft['cold']:.2f} of the cold "
-        f"TTFT; "
-        f"{equal} of {len(rows)} texts are equal in all three."
+        f"TTFT; {equal} of {len(rows)} texts are equal in all three."
     )
     if equal < len(rows):
         text += (

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import logging
-import os
 import signal
-import tempfile
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -21,12 +19,14 @@ from router.launcher import Desired
 from warmfront.desired import read_desired, read_status
 from warmfront.errors import Failure, WrongUse
 from warmfront.flags import ENV_PREFIX
+from warmfront.preflight import check_folder
 from warmfront.run_dir import RunDir
 from warmfront.values import PORT, THERE
 
 log = logging.getLogger("warmfront.controller")
 
 _LOOK_S = 1.0
+_DRAIN_MARGIN_S = 15.0
 _PREFIX = "warmfront_controller"
 
 
@@ -75,7 +75,7 @@ def controller(
     except (ValueError, OSError) as error:
         raise WrongUse(str(error)) from error
     state_dir = (state_dir or desired_file.absolute().parent).absolute()
-    _check_writable(state_dir)
+    check_folder(state_dir, "--state-dir")
     stop = threading.Event()
     with _ray(ray_address):
         from warmfront.actors import start_controller
@@ -193,12 +193,5 @@ def _end_parts(desired: Desired) -> None:
 
     for group in desired.groups:
         drains = [actor.drain.remote() for actor in actors_of(group.role)]
-        ray.wait(drains, num_returns=len(drains), timeout=group.drain_s + 15) if drains else None
-
-
-def _check_writable(state_dir: Path) -> None:
-    try:
-        state_dir.mkdir(parents=True, exist_ok=True)
-        tempfile.TemporaryFile(dir=state_dir).close()
-    except OSError as error:
-        raise WrongUse(f"--state-dir: {state_dir} cannot be written to: {os.strerror(error.errno or 0)}") from error
+        if drains:
+            ray.wait(drains, num_returns=len(drains), timeout=group.drain_s + _DRAIN_MARGIN_S)

@@ -107,7 +107,8 @@ def _group(content: Any, role: str, where: str, shared: Mapping[str, Any], redis
         config = fill(
             _CONFIGS[role],
             {**as_params({**settings, **shared}), "worker_token_file": None},
-            **{"redis_url": redis_url, **_checked_as(role, shared)},
+            redis_url=redis_url,
+            **_checked_as(role, shared),
         )
     except WrongUse as error:
         raise ValueError(f"{where}.settings: {error.message}") from None

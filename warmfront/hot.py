@@ -31,7 +31,7 @@ from cache.block_hash import as_token_array
 from cache.hot import HotPrefix, by_value, merged, saved_tokens
 from common.redis_url import RedisUrlError, parse_redis_url
 from common.tls import TlsError, TlsFiles
-from common.worker_token import tokens_of
+from common.worker_token import shown_token
 from router.worker_client import WorkerTls
 from warmfront.console import Grid, Progress, counted, stdout
 from warmfront.down import find_url
@@ -178,7 +178,7 @@ def prewarm(
         raise WrongUse(f"--target {target}: write HOST:PORT, as `warmfront status --json` has a worker's address")
     found = None if source == "redis" else read_file(Path(source))
     url = (redis or _redis_of(fleet)) if found is None else ""
-    token = tokens_of(read_secret(worker_token_file))[0] if worker_token_file else ""
+    token = shown_token(read_secret(worker_token_file)) if worker_token_file else ""
     files = TlsFiles.of_worker_client(worker_ca, worker_client_cert, worker_client_key)
     tls = _tls_to_worker(files, worker_server_name)
     filled = Filled()

@@ -111,10 +111,8 @@ def rollout(
             raise
         if why is not None and not undo:
             wishes.write(current)  # what is wanted is again what runs
-            restored = _workers_of(current).revision
-            wait(
-                lambda: wishes.workers().get("revision") == restored, _TAKE_UP_S
-            )  # so that the same can be tried again
+            restored = _workers_of(current).revision  # waited for, so that the same can be tried again
+            wait(lambda: wishes.workers().get("revision") == restored, _TAKE_UP_S)
         wishes.forget_before()
         if why is not None:
             raise why

