@@ -217,13 +217,17 @@ async def test_a_stopped_and_emptied_redis_fails_no_request_and_all_is_whole_aft
         server.stop()
 
 
+async def serves(cluster: Cluster) -> bool:
+    """By gRPC's health service."""
+    async with grpc.aio.insecure_channel(cluster.endpoints[0].grpc) as channel:
+        told = await health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest())
+    return bool(told.status == health_pb2.HealthCheckResponse.SERVING)
+
+
 async def is_served(cluster: Cluster) -> bool:
     """By both of what a load balancer may ask."""
-    async with grpc.aio.insecure_channel(cluster.endpoints[0].grpc) as channel:
-        check = health_pb2_grpc.HealthStub(channel).Check
-        told = await check(health_pb2.HealthCheckRequest())
     is_ready = (await cluster.http.get("/readyz")).status_code == 200
-    return is_ready and told.status == health_pb2.HealthCheckResponse.SERVING
+    return await serves(cluster) and is_ready
 
 
 async def test_a_router_that_was_ready_stays_so_when_events_are_lost_and_redis_goes_away() -> None:
@@ -414,6 +418,8 @@ async def test_a_router_that_drains_serves_on_during_its_notice_and_holds_no_cli
     await cluster.add_worker("w0")
     router = await cluster.add_router(drain_notice_s=60)
     assert "connection" not in (await cluster.http.post("/v1/completions", json=BODY)).headers
+    while not await serves(cluster):
+        await asyncio.sleep(0.01)
     draining = asyncio.create_task(router.drain())
     await until(lambda: bool(router._http.why_not_ready()))
     for _ in range(3):
@@ -421,9 +427,8 @@ async def test_a_router_that_drains_serves_on_during_its_notice_and_holds_no_cli
             answer = await newcomer.post("/v1/completions", json=BODY)
         assert (answer.status_code, answer.headers["connection"]) == (200, "close")
     assert (await cluster.http.get("/readyz")).text == "draining\n"
-    async with grpc.aio.insecure_channel(cluster.endpoints[0].grpc) as channel:
-        told = await health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest())
-    assert told.status == health_pb2.HealthCheckResponse.NOT_SERVING
+    while await serves(cluster):
+        await asyncio.sleep(0.01)
     assert not draining.done()
     draining.cancel()
 
