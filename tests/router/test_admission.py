@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import Counter
+from functools import partial
 from typing import Any
 
 import grpc
@@ -13,6 +14,7 @@ import pytest
 
 from router.admission import Admission, Waiter
 from router.config import ConfigError, RouterConfig
+from router.flow import QUANTUM_TOKENS
 from router.load import LoadBook
 from router.metrics import RouterMetrics
 from tests.fakes.simulated_worker import SimulatedWorker
@@ -66,7 +68,7 @@ class Crowd:
 class Sent:
     """What a request is once it is placed."""
 
-    work_tokens = 10
+    work_tokens = QUANTUM_TOKENS
     num_closed = 0
 
     def close(self) -> None:
@@ -94,6 +96,36 @@ async def test_a_client_that_leaves_in_the_moment_in_which_it_is_placed_leaves_n
     with pytest.raises(asyncio.CancelledError):
         await waiting
     assert (sent.num_closed, len(queue)) == (1, 0)
+
+
+async def test_a_tenant_of_weight_3_has_three_turns_to_one_of_another() -> None:
+    config = RouterConfig(redis_url="redis://127.0.0.1:1/0", tenant_weights="a=3")
+    queue: Admission[Sent] = Admission(config, LoadBook(), RouterMetrics(), set, lambda: 1)
+    order: list[str] = []
+
+    def place(tenant: str) -> Sent:
+        order.append(tenant)
+        return Sent()
+
+    end_s = time.monotonic() + 60
+    waiting = [
+        asyncio.create_task(
+            queue.wait(
+                Waiter(
+                    tenant=tenant,
+                    priority=0,
+                    num_tokens=10,
+                    arrived_s=0.0,
+                    expires_s=end_s,
+                    deadline_s=end_s,
+                    place=partial(place, tenant),
+                )
+            )
+        )
+        for tenant in "aaaaaabbbbbb"
+    ]
+    await asyncio.gather(*waiting)
+    assert "".join(order[:8]) == "aaabaaab"
 
 
 def test_weights_are_read_and_refused_by_name() -> None:
