@@ -66,6 +66,16 @@ async def test_every_replica_loads_and_every_router_places_at_once(three: Cluste
     assert {one["outcome"] for one in again["replicas"]} == {"already_loaded"}
 
 
+async def test_what_was_loaded_through_another_router_a_moment_ago_is_found(cluster: Cluster) -> None:
+    await cluster.add_worker("w0")
+    await cluster.add_router(heartbeat_s=60.0, lease_s=300.0)  # it looks at leases every 15 s
+    await cluster.add_router()
+    loaded = await cluster.clients[1].post("/v1/lora", json={"name": "sql", "path": "/adapters/sql"})
+    assert loaded.status_code == 200
+    answer = await cluster.clients[0].post("/v1/completions", json={"model": "sql", "prompt": "x", "max_tokens": 1})
+    assert answer.status_code == 200, answer.text
+
+
 async def test_requests_go_only_where_the_adapter_is_and_stick_to_its_cache(three: Cluster) -> None:
     assert (await load(three, "a", "/a", replica="w1"))["replicas"][0]["replica"] == "w1"
     answers = [await ask(three, router, lora="a") for router in (0, 1) for _ in range(6)]

@@ -14,6 +14,7 @@ from urllib.parse import urlsplit
 
 import openai
 import pytest
+from warmfront_pb.v1 import inference_pb2
 
 from router.http import bind
 from tests.router.conftest import Cluster, until
@@ -250,6 +251,45 @@ async def test_the_wrong_method_is_405_in_openai_s_form(two: Cluster) -> None:
     response = await two.http.get("/v1/completions")
     assert response.status_code == 405
     assert response.json()["error"]["type"] == "invalid_request_error"
+
+
+async def test_every_field_that_a_body_may_have_reaches_the_replica(two: Cluster) -> None:
+    sampling: dict[str, Any] = {
+        "temperature": 0.5,
+        "top_p": 0.75,
+        "top_k": 7,
+        "min_p": 0.125,
+        "repetition_penalty": 1.5,
+        "presence_penalty": -0.5,
+        "frequency_penalty": 0.25,
+        "n": 2,
+        "max_tokens": 5,
+        "min_tokens": 2,
+        "seed": 9,
+        "stop": ["never said"],
+        "stop_token_ids": [3, 4],
+        "ignore_eos": True,
+        "logprobs": 1,
+    }
+    body = {
+        **sampling,
+        "logit_bias": {"5": -1.0},
+        "prompt": "p" * 40,
+        "cache_salt": "s",
+        "priority": 3,
+        "retention": [{"tokens": 16, "ttl": "1h", "priority": 1}],
+    }
+    assert (await two.http.post("/v1/completions", json=body)).status_code == 200
+    (request,) = [one for worker in two.workers.values() for one in worker.requests]
+    wanted = inference_pb2.SamplingParams(**sampling, logit_bias={5: -1.0})
+    assert request.sampling == wanted
+    assert (request.cache_salt, request.priority) == ("s", 3)
+    assert list(request.retention) == [inference_pb2.Retention(tokens=16, ttl_s=3600, priority=1)]
+    chat = {"messages": CHAT["messages"], "max_completion_tokens": 3, "logprobs": True, "top_logprobs": 2}
+    chat |= {"stop": "never said", "top_k": -1}
+    assert (await two.http.post("/v1/chat/completions", json=chat)).status_code == 200
+    (told,) = [one.sampling for worker in two.workers.values() for one in worker.requests if one != request]
+    assert (told.max_tokens, told.logprobs, list(told.stop), told.top_k) == (3, 2, ["never said"], 0)
 
 
 async def test_internal_fields_of_a_client_never_reach_a_worker(two: Cluster) -> None:
