@@ -378,6 +378,7 @@ class Dispatcher:
             block_size=self._block_size,
             num_retries=num_retries,
             decision=decision,
+            overhead_s=self._fleet.loads.model.overhead_s,
             generation=self._fleet.ready[decision.chosen.replica].replica.generation if decision is not None else "",
             absent=absent,
             passed_over=passed_over,

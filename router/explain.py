@@ -52,6 +52,7 @@ class Record:
     eligible: Mapping[str, object]  # replica ids
     cached_tokens: int | None = None
     ttft_s: float | None = None
+    overhead_s: float = 0.0  # that a first token takes beside its prompt's tokens, as was known then
     queue_s: float = 0.0  # held back by the router before it was sent
     would_wait: bool = False  # asked about, not sent: the chosen replica is full
     generation: str = ""  # of the chosen replica
@@ -180,12 +181,14 @@ def _candidates(record: Record, decision: Decision) -> list[admin_pb2.ReplicaExp
             reason, rank = "more_expensive" if decision.costs else "not_preferred", 1
         else:
             reason, rank = "below_block" if record.num_tokens <= record.block_size else "tied", 0
-        found.append((rank, score, _candidate(candidate, cost, reason, record.block_size)))
+        found.append((rank, score, _candidate(candidate, cost, reason, record)))
     found.sort(key=lambda one: (*one[:2], one[2].replica))
     return [one[2] for one in found]
 
 
-def _candidate(candidate: Candidate, cost: Cost, reason: str, block_size: int) -> admin_pb2.ReplicaExplanation:
+def _candidate(candidate: Candidate, cost: Cost, reason: str, record: Record) -> admin_pb2.ReplicaExplanation:
+    block_size = record.block_size
+    fixed_s = (candidate.waiting_requests + 1) * record.overhead_s
     reported = candidate.matched_tokens - candidate.pending_tokens
     return admin_pb2.ReplicaExplanation(
         replica=candidate.replica,
@@ -198,7 +201,7 @@ def _candidate(candidate: Candidate, cost: Cost, reason: str, block_size: int) -
         waiting_tokens=candidate.waiting_tokens,
         waiting_requests=candidate.waiting_requests,
         in_flight=candidate.in_flight,
-        predicted_ttft_s=round(cost.wait_s + cost.miss_s, 6),
+        predicted_ttft_s=round(fixed_s + cost.wait_s + cost.miss_s, 6),
         wait_s=round(cost.wait_s, 6),
         miss_s=round(cost.miss_s, 6),
         delayed_s=round(cost.delayed_s, 6),

@@ -13,6 +13,7 @@ Time is an argument, in seconds on one monotonic clock.
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
@@ -23,7 +24,7 @@ from router.pending import PendingBlocks, Piece
 _WEIGHT = 0.03  # of each first token in what is learned
 _DEFAULT_SPEED = 2_000.0  # prompt tokens per second, until the replicas or experience say better
 _MIN_SPREAD = 0.01  # variance of miss tokens / mean squared, below which no slope can be told from them
-_MIN_TOKEN_SHARE = 0.1  # of the mean service is due to tokens at least, whatever noise says
+_MIN_TOKEN_SHARE = 0.1  # of the mean service is due to as many tokens as prompts differ by, whatever noise says
 _CONFIRM_TIMEOUT_S = 30.0  # pending blocks of an ended request are given up after this
 _MAX_STEPS = 16_384  # that wait to be told; what falls out is made good by the next totals
 
@@ -94,25 +95,20 @@ class ServiceModel:
     Both are learned from the first tokens of all replicas, by least squares over exponentially forgotten samples. A
     plain quotient of tokens and seconds would charge the fixed part to the tokens: a replica that answers warm turns
     (few tokens each) would look slow, one that answers cold ones fast, and warm turns would move away from home.
+
+    The seconds per token are forgotten only as fast as prompts come that tell of them: a thousand warm turns, which
+    differ by some tokens and by more noise, leave what a cold prompt has taught.
     """
 
-    __slots__ = (
-        "_mean_s",
-        "_mean_square",
-        "_mean_tokens",
-        "_mean_tokens_s",
-        "_num_samples",
-        "_slope_s",
-        "overhead_s",
-        "token_s",
-    )
+    __slots__ = ("_mean_s", "_mean_tokens", "_num_samples", "_slope_s", "_spread", "overhead_s", "token_s")
 
     def __init__(self) -> None:
         self.overhead_s = 0.0
         self.token_s = 1 / _DEFAULT_SPEED
         self._num_samples = 0
-        self._slope_s: float | None = None  # seconds per token, as last told from prompts of different lengths
-        self._mean_tokens = self._mean_s = self._mean_square = self._mean_tokens_s = 0.0
+        self._mean_tokens = self._mean_s = 0.0
+        self._slope_s = 0.0  # seconds per token, as told from prompts of different lengths
+        self._spread = 0.0  # tokens squared by which those differed, summed over the samples that count
 
     def suggest(self, tokens_per_s: float) -> None:
         """What a replica says of itself counts until the first token has been seen."""
@@ -127,17 +123,20 @@ class ServiceModel:
         """One first token, ``service_s`` after its replica had turned to it."""
         self._num_samples += 1
         weight = max(_WEIGHT, 1 / self._num_samples)
-        self._mean_tokens += weight * (tokens - self._mean_tokens)
-        self._mean_s += weight * (service_s - self._mean_s)
-        self._mean_square += weight * (tokens * tokens - self._mean_square)
-        self._mean_tokens_s += weight * (tokens * service_s - self._mean_tokens_s)
-        plain = self._mean_s / self._mean_tokens
-        variance = self._mean_square - self._mean_tokens * self._mean_tokens
+        tokens_off, off_s = tokens - self._mean_tokens, service_s - self._mean_s
+        self._mean_tokens += weight * tokens_off
+        self._mean_s += weight * off_s
+        if spread := (1 - weight) * tokens_off * tokens_off:
+            self._spread += spread - min(spread, _WEIGHT * self._spread)
+            self._slope_s += spread / self._spread * (off_s / tokens_off - self._slope_s)
+        plain_s = self._mean_s / self._mean_tokens
+        variance = _WEIGHT * self._spread
+        slope_s = plain_s
         if variance > _MIN_SPREAD * self._mean_tokens * self._mean_tokens:
-            self._slope_s = (self._mean_tokens_s - self._mean_tokens * self._mean_s) / variance
-        slope_s = plain if self._slope_s is None else self._slope_s
+            least_s = _MIN_TOKEN_SHARE * self._mean_s / max(self._mean_tokens, math.sqrt(variance))
+            slope_s = max(self._slope_s, least_s)
         # The fixed part is never negative, and never all there is.
-        self.token_s = min(max(slope_s, _MIN_TOKEN_SHARE * plain), plain)
+        self.token_s = min(slope_s, plain_s)
         self.overhead_s = self._mean_s - self.token_s * self._mean_tokens
 
 

@@ -55,6 +55,12 @@ def test_blocks_are_told_by_tier_and_the_cost_by_term() -> None:
     assert (second.replica, second.reason, second.wait_s) == ("b", "more_expensive", 9)
 
 
+def test_a_predicted_first_token_takes_what_each_one_takes_for_itself_and_for_those_before_it() -> None:
+    busy = Candidate("a", matched_tokens=96, waiting_tokens=200, waiting_requests=2, speed=1000)
+    (told,) = explain(record(100, "warmfront", busy, overhead_s=0.01)).replicas
+    assert (told.wait_s, told.miss_s, told.predicted_ttft_s) == (0.2, 0.004, 0.234)
+
+
 @pytest.mark.parametrize(
     ("num_tokens", "matched", "waiting", "reason", "other"),
     [

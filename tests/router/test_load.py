@@ -211,6 +211,17 @@ def test_prompts_of_one_length_leave_what_was_learned_from_others() -> None:
     assert book.of("w0").speed == pytest.approx(5000, rel=0.02)
 
 
+@pytest.mark.parametrize("cold_every", [50, 100, 1_000_000])
+def test_many_warm_turns_leave_what_a_few_cold_prompts_have_taught(cold_every: int) -> None:
+    rng, book, now = random.Random(5), LoadBook(), 0.0
+    for number in range(2_000):  # 3 ms, give or take 1, and 3 us per token
+        is_cold = number < 10 or number % cold_every == 0
+        tokens = 2_000 if is_cold else rng.randint(1, 16)
+        now = serve(book, "w0", tokens, max(0.001, rng.gauss(0.003, 0.001)) + tokens * 3e-6, now)
+    assert book.model.expected_s(2_000) == pytest.approx(0.009, rel=0.25)
+    assert book.model.expected_s(8) == pytest.approx(0.003, rel=0.25)
+
+
 def test_a_replica_that_is_slow_is_known_to_be() -> None:
     book, now = LoadBook(), 0.0
     for tokens in (100, 200, 300, 400) * 50:
