@@ -111,6 +111,18 @@ async def test_a_replica_that_comes_back_elsewhere_gets_requests_only_there(clus
     await until(cluster.index_is_true)
 
 
+async def test_blocks_that_one_boot_was_to_leave_are_not_expected_of_the_next(cluster: Cluster) -> None:
+    worker = await cluster.add_worker("w0", lease_s=60.0)
+    router = await cluster.add_router()
+    worker.faults.is_reporting_paused = True  # its events never come
+    await replica_of(cluster)
+    assert router.fleet.loads.of("w0").pending
+    await worker.stop()
+    again = await cluster.add_worker("w0")
+    await until(lambda: router.fleet.members["w0"].replica.generation == again.generation)
+    assert not router.fleet.loads.of("w0").pending
+
+
 async def test_a_draining_replica_gets_nothing_new_and_ends_what_it_has(cluster: Cluster) -> None:
     slow = await cluster.add_worker("slow", decode_s=0.05)
     await cluster.add_router()

@@ -318,3 +318,19 @@ def test_a_hung_engine_answers_no_more_while_its_lease_goes_on(redis_url: str) -
             list(stub.Generate(request(50), timeout=1))
         assert failure.value.code() == grpc.StatusCode.DEADLINE_EXCEEDED
         assert stub.GetReplica(worker_pb2.GetReplicaRequest(), timeout=10).lease.state == common_pb2.READY
+
+
+def test_events_that_lag_are_still_to_come_when_the_lease_tells_of_them(redis_url: str) -> None:
+    with Process(redis_url, "late", "--fault", "lag:600000ms", "--heartbeat", "100ms") as worker:
+        assert len(worker.generate(worker.addresses[0], 9)) == 9
+        with redis.Redis.from_url(redis_url) as client:
+
+            def lease() -> common_pb2.ReplicaLease:
+                return common_pb2.ReplicaLease.FromString(client.get("wf:{late}:replica:s"))  # type: ignore[arg-type]
+
+            while not (told := lease()).cache.last_seq:
+                time.sleep(0.02)
+            while lease().heartbeat < told.heartbeat + 2:  # what is there to be sent is sent with each
+                time.sleep(0.02)
+            assert told.cache.kv_blocks_cached
+            assert not client.exists(f"wf:{{late}}:events:s:{told.generation}")
