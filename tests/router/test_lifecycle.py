@@ -111,6 +111,26 @@ async def test_a_replica_that_comes_back_elsewhere_gets_requests_only_there(clus
     await until(cluster.index_is_true)
 
 
+async def test_a_fleet_that_comes_back_with_another_model_is_served_under_its_name(cluster: Cluster) -> None:
+    worker = await cluster.add_worker("w0")
+    router = await cluster.add_router()
+    assert router.fleet.profile.name == "simulated"
+    await worker.stop()
+    await until(lambda: not router.fleet.members)
+    with redis.Redis.from_url(cluster.redis_url) as client:
+        client.delete(FleetKeys(cluster.fleet).contract)  # as it ends some leases after the last of its members
+    await cluster.add_worker("w0", model_name="another")
+
+    async def models() -> list[str]:
+        answer = await cluster.http.get("/v1/models")
+        return [one["id"] for one in answer.json()["data"]] if answer.status_code == 200 else []
+
+    while await models() != ["another"]:
+        await asyncio.sleep(0.02)
+    answer = await cluster.http.post("/v1/completions", json={**BODY, "model": "another"})
+    assert (answer.status_code, answer.json()["model"]) == (200, "another")
+
+
 async def test_blocks_that_one_boot_was_to_leave_are_not_expected_of_the_next(cluster: Cluster) -> None:
     worker = await cluster.add_worker("w0", lease_s=60.0)
     router = await cluster.add_router()

@@ -253,7 +253,7 @@ async def test_events_that_no_queue_can_hold_are_made_good_by_a_snapshot(valkey_
 
 
 async def test_who_asks_for_a_snapshot_need_not_wait_for_a_heartbeat(valkey_url: str) -> None:
-    source = await Source(valkey_url, heartbeat_s=5.0).start()
+    source = await Source(valkey_url, heartbeat_s=10.0).start()
     await until(source.agrees)  # the first snapshot is there, of an empty cache
     source.work(30)
     await until(source.agrees)
