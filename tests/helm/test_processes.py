@@ -20,8 +20,7 @@ from tests.fakes.authority import Authority
 from tests.helm import tools
 from tests.helm.kubelet import POD_IP, Kubelet
 from tests.helm.tools import Helm, Objects, one
-from tests.integration.cluster import wait_until
-from tests.support import free_port
+from tests.support import free_port, wait_until
 from warmfront import parts
 from warmfront.desired import parse
 from warmfront.options import fill

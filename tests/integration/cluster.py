@@ -8,30 +8,18 @@ import os
 import signal
 import subprocess
 import sys
-import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import httpx
 import openai
 import psutil
 
-from tests.support import free_port
+from tests.support import free_port, wait_until
 
 ROOT = Path(__file__).resolve().parents[2]
-T = TypeVar("T")
 READY_GUARD_S = 240.0  # a start takes about 20 s on a quiet machine
-
-
-def wait_until(look: Callable[[], T | None], *, guard_s: float, what: str) -> T:
-    """The first true value of ``look``; fails after ``guard_s``."""
-    deadline = time.monotonic() + guard_s
-    while time.monotonic() < deadline:
-        if value := look():
-            return value
-        time.sleep(0.05)
-    raise AssertionError(f"not seen within {guard_s:g} s: {what}")
 
 
 class LocalCluster:

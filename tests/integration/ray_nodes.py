@@ -15,8 +15,8 @@ from pathlib import Path
 
 import psutil
 
-from tests.integration.cluster import ROOT, wait_until
-from tests.support import free_port
+from tests.integration.cluster import ROOT
+from tests.support import free_port, wait_until
 
 
 class RayNodes:

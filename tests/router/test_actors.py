@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import socket
-import time
 import uuid
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -20,6 +19,7 @@ import pytest
 from router.controller import STATUS_FILE, Controller
 from router.launcher import MAX_STRIKES, Desired, Health, Launcher
 from router.reconcile import Group
+from tests.support import wait_until
 
 ray = pytest.importorskip("ray")
 
@@ -71,14 +71,6 @@ def local_ray() -> Iterator[None]:
     ray.shutdown()
 
 
-def wait_for(condition: Callable[[], Any], timeout_s: float = 60) -> Any:
-    end = time.monotonic() + timeout_s
-    while not (value := condition()):
-        assert time.monotonic() < end, "it never came true"
-        time.sleep(0.1)
-    return value
-
-
 def desired(*workers: WorkerSettings, redis_url: str = "redis://127.0.0.1:1/0", count: int | None = None) -> Desired:
     """One group of fake workers. Redis need not be there: the controller goes on without."""
     (settings,) = workers or ({},)
@@ -104,7 +96,7 @@ def controlled(
         yield wishes, status
     finally:
         wishes[0] = replace(wishes[0], groups=(replace(wishes[0].groups[0], count=0),))
-        wait_for(lambda: not status()["parts"])
+        wait_until(lambda: not status()["parts"])
         controller.stop()
 
 
@@ -146,19 +138,19 @@ def test_a_router_actor_that_is_killed_comes_back_on_its_ports(local_ray: None, 
         except httpx.HTTPError:
             return False
 
-    wait_for(lambda: not is_back())
-    wait_for(is_back)
+    wait_until(lambda: not is_back())
+    wait_until(is_back)
     ray.kill(actor)
 
 
 def test_the_controller_replaces_a_worker_that_hangs(local_ray: None, tmp_path: Path) -> None:
     wish = desired()
     with controlled(wish, tmp_path) as (_, status):
-        wait_for(lambda: part(status())["state"] == "READY")
+        wait_until(lambda: part(status())["state"] == "READY")
         pid = part(status())["pid"]
         ray.get_actor(f"{wish.fleet}/worker/w0/{wish.groups[0].revision}").hang.remote()
-        wait_for(lambda: part(status())["restarts"] == 1)
-        wait_for(lambda: part(status())["state"] == "READY" and part(status())["pid"] != pid)
+        wait_until(lambda: part(status())["restarts"] == 1)
+        wait_until(lambda: part(status())["state"] == "READY" and part(status())["pid"] != pid)
 
 
 def test_the_controller_replaces_a_router_whose_servers_hang_while_ray_still_answers_for_it(
@@ -170,41 +162,41 @@ def test_the_controller_replaces_a_router_whose_servers_hang_while_ray_still_ans
     group = Group(role="router", count=1, settings=settings)
     wish = Desired(fleet="hung", redis_url=redis_url, groups=(group,))
     with controlled(wish, tmp_path, launcher) as (_, status):
-        wait_for(lambda: part(status(), "router-0")["state"] == "READY")
+        wait_until(lambda: part(status(), "router-0")["state"] == "READY")
         pid = part(status(), "router-0")["pid"]
         ray.get(ray.get_actor(f"hung/router/router-0/{group.revision}").hang.remote())
-        wait_for(lambda: part(status(), "router-0")["restarts"] == 1)
+        wait_until(lambda: part(status(), "router-0")["restarts"] == 1)
         assert "its event loop has not turned" in part(status(), "router-0")["why_ended"]
-        wait_for(lambda: part(status(), "router-0")["state"] == "READY" and part(status(), "router-0")["pid"] != pid)
+        wait_until(lambda: part(status(), "router-0")["state"] == "READY" and part(status(), "router-0")["pid"] != pid)
 
 
 def test_a_killed_worker_that_loads_for_longer_than_the_strikes_starts_once(local_ray: None, tmp_path: Path) -> None:
     with controlled(desired({"starts_s": 4.0, "loads_s": 2.0}), tmp_path) as (_, status):
-        wait_for(lambda: part(status())["state"] == "READY")
+        wait_until(lambda: part(status())["state"] == "READY")
         pid = part(status())["pid"]
         os.kill(pid, 9)
-        wait_for(lambda: part(status())["state"] != "READY")
-        wait_for(lambda: part(status())["state"] == "READY" and part(status())["pid"] != pid)
+        wait_until(lambda: part(status())["state"] != "READY")
+        wait_until(lambda: part(status())["state"] == "READY" and part(status())["pid"] != pid)
         assert part(status())["restarts"] == 0
 
 
 def test_a_drained_actor_stays_away_until_the_count_changes(local_ray: None, tmp_path: Path) -> None:
     wish = desired(count=2)
     with controlled(wish, tmp_path) as (wishes, status):
-        wait_for(lambda: status()["groups"].get("worker", {}).get("ready") == 2)
+        wait_until(lambda: status()["groups"].get("worker", {}).get("ready") == 2)
         ray.get_actor(f"{wish.fleet}/worker/w0/{wish.groups[0].revision}").drain.remote()
-        wait_for(lambda: status()["groups"]["worker"]["held_out"] == ["w0"])
+        wait_until(lambda: status()["groups"]["worker"]["held_out"] == ["w0"])
         assert [one["name"] for one in status()["parts"]] == ["w1"]
         wishes[0] = replace(wish, groups=(replace(wish.groups[0], count=3),))
-        wait_for(lambda: status()["groups"]["worker"]["ready"] == 3)
+        wait_until(lambda: status()["groups"]["worker"]["ready"] == 3)
 
 
 def test_an_actor_that_could_not_be_made_is_made_anew(local_ray: None, tmp_path: Path) -> None:
     flag = tmp_path / "model"
     with controlled(desired({"needs": str(flag)}), tmp_path) as (_, status):
-        wait_for(lambda: "FileNotFoundError" in part(status()).get("fault", ""))
+        wait_until(lambda: "FileNotFoundError" in part(status()).get("fault", ""))
         flag.touch()
-        wait_for(lambda: part(status())["state"] == "READY")
+        wait_until(lambda: part(status())["state"] == "READY")
 
 
 def test_a_controller_that_is_killed_adopts_what_runs_and_goes_on(local_ray: None, tmp_path: Path) -> None:
@@ -214,20 +206,20 @@ def test_a_controller_that_is_killed_adopts_what_runs_and_goes_on(local_ray: Non
     wish = desired(count=2)
     first = Controller(lambda: wish, launcher, tmp_path, period_s=0.2)
     status_file = tmp_path / STATUS_FILE
-    wait_for(lambda: status_file.exists() and json.loads(status_file.read_text())["groups"]["worker"]["ready"] == 2)
+    wait_until(lambda: status_file.exists() and json.loads(status_file.read_text())["groups"]["worker"]["ready"] == 2)
     pids = {one["name"]: one["pid"] for one in json.loads(status_file.read_text())["parts"]}
     first.stop()  # as good as killed: it leaves nothing but its files
     with controlled(wish, tmp_path) as (wishes, status):
-        wait_for(lambda: status()["groups"]["worker"]["ready"] == 2)
+        wait_until(lambda: status()["groups"]["worker"]["ready"] == 2)
         assert {one["name"]: one["pid"] for one in status()["parts"]} == pids
         bad = replace(wish.groups[0], settings={"fault": "it cannot be"})
         wishes[0] = replace(wish, groups=(bad,))
-        wait_for(lambda: status()["groups"]["worker"]["phase"] == "rolled back")
+        wait_until(lambda: status()["groups"]["worker"]["phase"] == "rolled back")
         assert status()["groups"]["worker"]["why"] == "w2: it cannot be"
         assert {one["name"]: one["pid"] for one in status()["parts"]} == pids
         good = replace(wish.groups[0], settings={"other": 1})
         wishes[0] = replace(wish, groups=(good,))
-        wait_for(lambda: status()["groups"]["worker"]["phase"] == "steady")
+        wait_until(lambda: status()["groups"]["worker"]["phase"] == "steady")
         assert not {one["pid"] for one in status()["parts"]} & set(pids.values())
         assert {one["revision"] for one in status()["parts"]} == {good.revision}
 
@@ -251,12 +243,12 @@ def test_an_orphan_whose_id_a_newer_boot_holds_stops_serving_and_does_not_come_b
         return json.loads(status_file.read_text()) if status_file.exists() else {"parts": []}
 
     try:
-        wait_for(lambda: part(status())["state"] == "READY")
+        wait_until(lambda: part(status())["state"] == "READY")
         address = part(status())["address"]
         with redis.Redis.from_url(redis_url) as client:
             newer = common_pb2.ReplicaLease(replica="w0", generation="ffffffffffff-000000", state=common_pb2.READY)
             client.set(FleetKeys("default").replica("w0"), newer.SerializeToString(), px=60_000)
-            wait_for(lambda: status()["groups"]["worker"]["held_out"] == ["w0"])
+            wait_until(lambda: status()["groups"]["worker"]["held_out"] == ["w0"])
             assert status()["parts"] == [], "no other takes the id back"
             kept = client.get(FleetKeys("default").replica("w0"))
             assert kept == newer.SerializeToString(), "the newer one's lease is left alone"

@@ -14,8 +14,9 @@ from warmfront_pb.v1 import common_pb2
 
 from cache.adapter import Adapter, is_adapter_name
 from router.lora import Adapters
-from tests.router.conftest import Cluster, until
+from tests.router.conftest import Cluster
 from tests.router.reflective import ReflectiveClient
+from tests.support import until
 
 BODY: dict[str, Any] = {"prompt": "once upon a time " * 4, "max_tokens": 4, "seed": 7, "temperature": 0}
 

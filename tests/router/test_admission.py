@@ -18,11 +18,12 @@ from router.flow import QUANTUM_TOKENS
 from router.load import LoadBook
 from router.metrics import RouterMetrics
 from tests.fakes.simulated_worker import SimulatedWorker
-from tests.router.conftest import Cluster, until
+from tests.router.conftest import Cluster
 from tests.router.reflective import ReflectiveClient
 from tests.router.test_grpc import GENERATE, token_request
 from tests.router.test_hang import TOKEN as REAL_TOKEN
 from tests.router.test_hang import real_worker
+from tests.support import until
 
 REPLICA = "x-warmfront-replica"
 

@@ -8,8 +8,9 @@ from typing import Any
 
 import pytest
 
-from tests.router.conftest import Cluster, until
+from tests.router.conftest import Cluster
 from tests.router.reflective import ReflectiveClient
+from tests.support import until
 
 PROMPT = {"prompt": "p" * 100, "max_tokens": 2}
 

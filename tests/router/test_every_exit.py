@@ -15,9 +15,10 @@ import pytest
 from warmfront_pb.v1 import common_pb2
 
 from tests.fakes.simulated_worker import SimulatedWorker
-from tests.router.conftest import Cluster, until
+from tests.router.conftest import Cluster
 from tests.router.reflective import ReflectiveClient
 from tests.router.test_grpc import GENERATE
+from tests.support import until
 
 APIS = ["http", "http stream", "grpc"]
 LEFT = "the client left"

@@ -16,8 +16,9 @@ from router.errors import NotFoundError
 from router.explain import Absence, RecentDecisions, Record, as_metadata, explain
 from router.policy import Ask, Candidate, choose
 from router.segments import pack_ids
-from tests.router.conftest import Cluster, until
+from tests.router.conftest import Cluster
 from tests.router.reflective import ReflectiveClient
+from tests.support import until
 
 PROMPT = {"prompt": "p" * 100, "max_tokens": 2}
 
@@ -123,14 +124,6 @@ def test_the_oldest_decisions_are_forgotten() -> None:
     assert recent.of("r1").request_id == "r1"
     with pytest.raises(NotFoundError, match="last 2 decisions"):
         recent.of("r0")
-
-
-@pytest.fixture
-async def two(cluster: Cluster) -> Cluster:
-    await cluster.add_worker("w0")
-    await cluster.add_worker("w1")
-    await cluster.add_router()
-    return cluster
 
 
 async def ask(cluster: Cluster, body: dict[str, Any]) -> dict[str, Any]:

@@ -13,19 +13,12 @@ from typing import Any
 import grpc
 import pytest
 
-from tests.router.conftest import Cluster, until
+from tests.router.conftest import Cluster
 from tests.router.reflective import ReflectiveClient
 from tests.router.test_grpc import GENERATE
+from tests.support import until
 
 BODY: dict[str, Any] = {"prompt": "once upon a time " * 4, "max_tokens": 20, "seed": 7}
-
-
-@pytest.fixture
-async def two(cluster: Cluster) -> Cluster:
-    await cluster.add_worker("w0")
-    await cluster.add_worker("w1")
-    await cluster.add_router()
-    return cluster
 
 
 async def answer(cluster: Cluster, **more: Any) -> dict[str, Any]:

@@ -19,8 +19,9 @@ from cache.events import Snapshot, Stored
 from cache.prefix_index import PrefixIndex
 from router.load import LoadBook
 from router.placement import Placement
-from tests.router.conftest import Cluster, until
+from tests.router.conftest import Cluster
 from tests.router.test_hang import TOKEN, real_worker
+from tests.support import until
 
 PROMPT: dict[str, Any] = {"prompt": "p" * 200, "max_tokens": 2, "temperature": 0}
 

@@ -13,8 +13,9 @@ import pytest
 
 from router.segments import pack_ids
 from router.service import hint_of
-from tests.router.conftest import Cluster, until
+from tests.router.conftest import Cluster
 from tests.router.reflective import ReflectiveClient
+from tests.support import until
 
 GENERATE = "warmfront.v1.Inference/Generate"
 

@@ -15,7 +15,8 @@ from warmfront_pb.v1 import common_pb2
 from router.attempt import is_unheard
 from router.load import LoadBook
 from tests.fakes.simulated_worker import SimulatedWorker
-from tests.router.conftest import Cluster, until
+from tests.router.conftest import Cluster
+from tests.support import until
 from worker.config import WorkerConfig
 from worker.main import EXIT_OK, Worker
 from worker.simulated import BYTES

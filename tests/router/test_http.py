@@ -17,7 +17,8 @@ import pytest
 from warmfront_pb.v1 import inference_pb2
 
 from router.http import bind
-from tests.router.conftest import Cluster, until
+from tests.router.conftest import Cluster
+from tests.support import until
 
 CHAT: dict[str, Any] = {
     "model": "simulated",
@@ -25,14 +26,6 @@ CHAT: dict[str, Any] = {
     "max_tokens": 8,
     "seed": 1,
 }
-
-
-@pytest.fixture
-async def two(cluster: Cluster) -> Cluster:
-    await cluster.add_worker("w0")
-    await cluster.add_worker("w1")
-    await cluster.add_router()
-    return cluster
 
 
 async def test_the_second_equal_prompt_goes_to_the_warm_replica_and_the_prediction_is_exact(two: Cluster) -> None:

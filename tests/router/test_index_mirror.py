@@ -28,7 +28,8 @@ from router.index_mirror import IndexMirror
 from router.metrics import REFUSED, RouterMetrics
 from router.registry import Membership, Registry
 from tests.fakes.simulated_worker import SimulatedWorker, Spec
-from tests.router.conftest import Cluster, until
+from tests.router.conftest import Cluster
+from tests.support import until
 
 BLOCK = 4
 BLOCKS = 60

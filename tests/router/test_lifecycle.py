@@ -27,8 +27,8 @@ from common.redis_keys import FleetKeys
 from router.config import ConfigError, RouterConfig
 from router.main import Endpoints, serve
 from tests.fakes.simulated_worker import TOKEN
-from tests.router.conftest import Cluster, until
-from tests.support import free_port
+from tests.router.conftest import Cluster
+from tests.support import free_port, until
 
 BODY: dict[str, Any] = {"prompt": "a prompt of several blocks, so that something can be warm " * 2, "max_tokens": 4}
 
@@ -402,7 +402,7 @@ async def test_churn_leaves_no_tasks_threads_channels_or_series_behind(
     margin = 4
     await until(lambda: all(count <= before[name] + margin for name, count in leftovers().items()))
     # What a late word of the other router makes anew of one that has gone waits for events that never come, for 30 s.
-    await until(lambda: all(len(router.fleet.loads) == 1 for router in routers), timeout_s=100)
+    await until(lambda: all(len(router.fleet.loads) == 1 for router in routers), guard_s=100)
     assert "passes" not in (await cluster.http.get("/metrics")).text
 
 

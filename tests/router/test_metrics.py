@@ -10,7 +10,8 @@ from warmfront_pb.v1 import common_pb2
 
 from cache.events import EventBatch, Stored
 from cache.prefix_index import Outcome
-from tests.router.conftest import Cluster, until
+from tests.router.conftest import Cluster
+from tests.support import until
 
 BODY: dict[str, Any] = {"prompt": "p" * 100, "max_tokens": 2, "temperature": 0}
 

@@ -10,7 +10,8 @@ from common.protocol import PROTOCOL_VERSION
 from router.registry import SUPPORTED_PROTOCOLS
 from tests.fakes.previous_worker import PreviousWorker
 from tests.fakes.simulated_worker import Spec
-from tests.router.conftest import Cluster, until
+from tests.router.conftest import Cluster
+from tests.support import until
 from warmfront.status import render
 
 PROMPT = "the same long question of somebody " * 8

@@ -28,11 +28,6 @@ from tests.router.conftest import Cluster
 CHAT: Any = {"model": "sim", "messages": [{"role": "user", "content": "Hello"}], "max_tokens": 4, "seed": 1}
 
 
-@pytest.fixture
-def authority(tmp_path: Path) -> Authority:
-    return Authority(tmp_path)
-
-
 async def serve(cluster: Cluster, server: Pair, **more: Any) -> Endpoints:
     """A router with one replica behind these certificates."""
     await cluster.add_worker("w0", decode_s=more.pop("decode_s", 0.0))

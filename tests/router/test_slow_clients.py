@@ -16,7 +16,8 @@ from warmfront_pb.v1 import inference_pb2
 
 from router.segments import pack_ids
 from tests.fakes.simulated_worker import SimulatedWorker
-from tests.router.conftest import Cluster, until
+from tests.router.conftest import Cluster
+from tests.support import until
 
 HEAD = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\ncontent-length: %d\r\n\r\n"
 LONG = {"max_model_len": 30_000, "num_blocks": 4096}
@@ -111,7 +112,7 @@ async def test_a_client_that_does_not_read_is_cut_off_over_http(cluster: Cluster
         loop = asyncio.get_running_loop()
         await loop.sock_connect(client, address(cluster))
         await loop.sock_sendall(client, HEAD % len(raw) + raw)
-        await until(lambda: b"stalled_total 1.0" in router.metrics.text(), timeout_s=60)
+        await until(lambda: b"stalled_total 1.0" in router.metrics.text(), guard_s=60)
         await idle(cluster, worker)
     assert worker.num_answered == 0
 
@@ -125,7 +126,7 @@ async def test_a_client_that_does_not_read_is_cut_off_over_grpc(cluster: Cluster
     async with grpc.aio.insecure_channel(cluster.endpoints[0].grpc, options=SMALL_WINDOW) as channel:
         call: Any = channel.unary_stream("/warmfront.v1.Inference/Generate")(request.SerializeToString())
         assert await call.read() is not grpc.aio.EOF
-        await until(lambda: b"stalled_total 1.0" in router.metrics.text(), timeout_s=60)
+        await until(lambda: b"stalled_total 1.0" in router.metrics.text(), guard_s=60)
         await idle(cluster, worker)
         assert worker.num_answered == 0
         with pytest.raises(grpc.aio.AioRpcError) as error:

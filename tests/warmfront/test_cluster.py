@@ -12,7 +12,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
@@ -23,6 +23,7 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from tests.fakes.authority import Authority
+from tests.support import wait_until
 from tests.warmfront.conftest import Cli
 from warmfront.client import Client
 from warmfront.desired import read_status
@@ -49,15 +50,6 @@ SMALL = (
 )
 
 
-def wait_for(look: Callable[[], Any], what: str) -> Any:
-    deadline = time.monotonic() + GUARD_S
-    while time.monotonic() < deadline:
-        if value := look():
-            return value
-        time.sleep(0.05)
-    raise AssertionError(f"not seen: {what}")
-
-
 class Up:
     """One `warmfront up` and what it says."""
 
@@ -80,7 +72,7 @@ class Up:
             assert self.process.poll() is None, f"ended with {self.process.returncode}: {self.err.read_text()}"
             return self.ready_file.exists()
 
-        wait_for(look, "the ready file")
+        wait_until(look, "the ready file")
         self.ready: dict[str, Any] = json.loads(self.ready_file.read_text())
         self.run_dir = Path(self.ready["run_dir"])
         return self
@@ -113,7 +105,7 @@ class Up:
     def assert_nothing_is_left(self) -> None:
         assert not self.ready_file.exists()
         assert not self.run_dir.exists()
-        assert wait_for(lambda: not marked_processes(self.run_dir), "the end of the last process")
+        assert wait_until(lambda: not marked_processes(self.run_dir), "the end of the last process")
 
 
 @contextmanager
@@ -198,14 +190,14 @@ def test_a_cluster_starts_serves_mends_itself_and_leaves_nothing(cli: Cli, temp_
         assert up.states().get("w1") in (None, "GONE")
 
         os.kill(ready["pids"]["redis"][0], signal.SIGKILL)
-        wait_for(lambda: "Valkey has ended" in up.err.read_text(), "the end of Valkey")
+        wait_until(lambda: "Valkey has ended" in up.err.read_text(), "the end of Valkey")
 
         old = ready["pids"]["worker"][0]
         os.kill(old, signal.SIGKILL)
-        wait_for(lambda: up.replaced(old), "a new w0")
+        wait_until(lambda: up.replaced(old), "a new w0")
         assert ask(ready["http"]).completion_tokens == 3
         said = "w0 has ended and is started again: it was killed (SIGKILL)"
-        wait_for(lambda: said in up.err.read_text(), "word of it")
+        wait_until(lambda: said in up.err.read_text(), "word of it")
 
         assert up.stop(signal.SIGINT) == 0
         up.assert_nothing_is_left()
@@ -220,7 +212,7 @@ def test_nothing_outlives_a_killed_up_and_down_removes_its_folder(cli: Cli, temp
         other.wait_ready()
         killed.process.kill()
         killed.process.wait()
-        wait_for(lambda: not marked_processes(killed.run_dir), "the children of the killed one to end")
+        wait_until(lambda: not marked_processes(killed.run_dir), "the children of the killed one to end")
         assert cli("down", "--ready-file", str(killed.ready_file)).exit_code == 0
         killed.assert_nothing_is_left()
         assert [run_dir.path for run_dir in all_run_dirs()] == [other.run_dir]
@@ -243,7 +235,7 @@ def test_a_router_that_hangs_is_replaced_though_another_answers_on_its_ports(
             pids = json.loads(up.ready_file.read_text())["pids"]["router"]
             return len(pids) == 2 and old not in pids
 
-        wait_for(replaced, "another router in its place")
+        wait_until(replaced, "another router in its place")
         assert "router-0 has ended and is started again" in up.err.read_text()
         for _ in range(8):  # connections fall on either
             assert ask(up.ready["http"]).completion_tokens == 3
@@ -261,10 +253,10 @@ def test_up_waits_for_each_of_several_routers(temp_root: Path, tmp_path: Path) -
                 return bool((up.run_dir / "status.json").exists() and up.part("router-1").get("pid"))
             return False
 
-        wait_for(found, "the other router's process")
+        wait_until(found, "the other router's process")
         router = up.part("router-1")["pid"]
         os.kill(router, signal.SIGSTOP)
-        wait_for(lambda: up.part("w0")["state"] == "READY", "the worker")
+        wait_until(lambda: up.part("w0")["state"] == "READY", "the worker")
         time.sleep(2)
         assert not up.ready_file.exists()
         os.kill(router, signal.SIGCONT)
@@ -306,9 +298,9 @@ def test_a_second_signal_does_not_wait_for_what_runs(temp_root: Path, tmp_path: 
             client.stdin.write(b"a long story")
             client.stdin.close()
             replicas = Client(http)
-            wait_for(lambda: sum(one["running"] for one in replicas.get("/v1/replicas")["replicas"]), "a request")
+            wait_until(lambda: sum(one["running"] for one in replicas.get("/v1/replicas")["replicas"]), "a request")
             up.process.send_signal(signal.SIGTERM)
-            wait_for(lambda: "draining, 1 request running" in up.err.read_text(), "the drain")
+            wait_until(lambda: "draining, 1 request running" in up.err.read_text(), "the drain")
             assert up.stop() == 0
             assert client.wait(timeout=GUARD_S) == 1
         up.assert_nothing_is_left()
@@ -321,7 +313,7 @@ def test_a_closed_terminal_ends_the_cluster_as_ctrl_c_does(temp_root: Path, tmp_
     if pid == 0:
         signal.signal(signal.SIGHUP, signal.SIG_DFL)  # whoever runs the tests under nohup has it ignored
         os.execv(sys.executable, arguments)
-    wait_for(ready_file.exists, "the ready file")
+    wait_until(ready_file.exists, "the ready file")
     os.close(terminal)
     _, status = os.waitpid(pid, 0)
     assert os.waitstatus_to_exitcode(status) == 0
@@ -337,7 +329,7 @@ def test_a_start_that_takes_too_long_ends_with_3(temp_root: Path, tmp_path: Path
 
 def test_a_signal_during_the_start_leaves_nothing(temp_root: Path, tmp_path: Path) -> None:
     with started(tmp_path, "--without-ray") as up:
-        wait_for(lambda: "routers and workers" in up.err.read_text(), "the start of the parts")
+        wait_until(lambda: "routers and workers" in up.err.read_text(), "the start of the parts")
         assert up.stop() == 0
     assert all_run_dirs() == []
 
@@ -345,9 +337,9 @@ def test_a_signal_during_the_start_leaves_nothing(temp_root: Path, tmp_path: Pat
 @pytest.mark.slow
 def test_a_signal_while_ray_starts_is_told_at_once_and_leaves_nothing(temp_root: Path, tmp_path: Path) -> None:
     with started(tmp_path) as up:
-        wait_for(lambda: "starting Ray" in up.err.read_text(), "the start of Ray")
+        wait_until(lambda: "starting Ray" in up.err.read_text(), "the start of Ray")
         up.process.send_signal(signal.SIGINT)
-        wait_for(lambda: "stopping; what has begun" in up.err.read_text(), "a word")
+        wait_until(lambda: "stopping; what has begun" in up.err.read_text(), "a word")
         assert up.process.poll() is None, "Ray's start cannot be cut short"
         assert up.process.wait(timeout=GUARD_S) == 0
     assert all_run_dirs() == []
@@ -372,7 +364,7 @@ def test_a_cluster_whose_ray_has_lost_its_gcs_says_so_and_ends_in_order(temp_roo
 
 def test_signals_without_end_leave_nothing_at_any_moment(temp_root: Path, tmp_path: Path) -> None:
     with started(tmp_path, "--without-ray", "--replicas", "1") as up:
-        wait_for(all_run_dirs, "the run directory")
+        wait_until(all_run_dirs, "the run directory")
         while up.process.poll() is None:
             up.process.send_signal(signal.SIGTERM)
             time.sleep(0.002)
@@ -391,10 +383,10 @@ def test_a_cluster_serves_on_while_its_disk_is_full_and_its_redis_cannot_come_ba
         with socket.socket() as somebody:  # takes the port
             somebody.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             port = int(ready["redis"].rpartition(":")[2].partition("/")[0])
-            wait_for(lambda: listens(somebody, port), "the end of Valkey")
+            wait_until(lambda: listens(somebody, port), "the end of Valkey")
             up.process.send_signal(signal.SIGCONT)
-            wait_for(lambda: "failed to start Valkey again" in up.err.read_text(), "a try in vain")
-            wait_for(lambda: "failed to write its state" in up.err.read_text(), "another")
+            wait_until(lambda: "failed to start Valkey again" in up.err.read_text(), "a try in vain")
+            wait_until(lambda: "failed to write its state" in up.err.read_text(), "another")
             assert ask(ready["http"]).completion_tokens == 3
         up.ready_file.rmdir()
 
@@ -402,7 +394,7 @@ def test_a_cluster_serves_on_while_its_disk_is_full_and_its_redis_cannot_come_ba
             pid = json.loads(up.ready_file.read_text())["pids"]["redis"][0] if up.ready_file.exists() else 0
             return bool(pid) and Path(f"/proc/{pid}/cmdline").exists()
 
-        wait_for(is_told, "a Valkey that runs, in the ready file")
+        wait_until(is_told, "a Valkey that runs, in the ready file")
         assert ask(ready["http"]).completion_tokens == 3
         assert up.stop() == 0
         up.assert_nothing_is_left()
@@ -417,9 +409,9 @@ def test_on_ray_the_same_and_a_killed_up_is_cleaned_by_down(cli: Cli, temp_root:
 
         os.kill(old, signal.SIGKILL)
 
-        wait_for(lambda: up.replaced(old), "a new w0")
+        wait_until(lambda: up.replaced(old), "a new w0")
         assert cli("drain", "w0").exit_code == 0
-        wait_for(lambda: json.loads(up.ready_file.read_text())["pids"]["worker"] == [], "the drained one stays away")
+        wait_until(lambda: json.loads(up.ready_file.read_text())["pids"]["worker"] == [], "the drained one stays away")
         assert up.stop_group() == 0
         assert "stopped, nothing is left behind" in up.err.read_text()
         up.assert_nothing_is_left()

@@ -15,8 +15,9 @@ import pytest
 import yaml
 
 from tests.fakes.http_router import FakeRouter
+from tests.support import wait_until
 from tests.warmfront.conftest import Cli
-from tests.warmfront.test_cluster import Up, ask, started, wait_for
+from tests.warmfront.test_cluster import Up, ask, started
 from warmfront.desired import read_desired
 from warmfront.errors import Failure, WrongUse
 from warmfront.processes import end_of
@@ -62,21 +63,21 @@ def replaced(cli: Cli, up: Up, count: int) -> None:
     """Scaled up, rolled to other settings, rolled back from bad ones, scaled down: nobody notices."""
     with load(up.ready["http"]) as errors:
         assert cli("scale", f"{count}").out == f"{count} workers are READY\n"
-        before = wait_for(lambda: ready(up, count), "the first workers")
+        before = wait_until(lambda: ready(up, count), "the first workers")
 
         done = cli("rollout", "--set", "max-queue=300", "--batch", f"{count - 1}", "--surge", f"{count - 1}")
         assert (done.exit_code, "every worker is replaced" in done.out) == (0, True), done.err
         assert f"{count - 1} of {count} replaced" in done.err
-        names = wait_for(lambda: ready(up, count), "new ones that are READY, and no other")
+        names = wait_until(lambda: ready(up, count), "new ones that are READY, and no other")
         assert names != before
 
         failed = cli("rollout", "--set", "engine=model", "--set", "model=/no/such/folder")
         assert failed.exit_code == 1, failed.err
         assert "/no/such/folder: there is no such file or folder; rolled back" in failed.err.splitlines()[-1]
-        assert wait_for(lambda: ready(up, count), "the same") == names
+        assert wait_until(lambda: ready(up, count), "the same") == names
 
         assert cli("scale", "1").out == "1 worker is READY\n"
-        wait_for(lambda: ready(up, 1), "one that is READY, and no other")
+        wait_until(lambda: ready(up, 1), "one that is READY, and no other")
     assert errors == []
     settings = yaml.safe_load((up.run_dir / "desired.yaml").read_text())["workers"]["settings"]
     assert (settings["max_queue"], settings["engine"]) == (300, "simulated")

@@ -7,7 +7,6 @@ import itertools
 import random
 import time
 from array import array
-from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any
 
@@ -20,7 +19,7 @@ from warmfront_pb.v1 import common_pb2
 from cache.block_hash import HashScheme
 from cache.events import EventBatch, Removed, Snapshot, Stored, decode_batch, decode_snapshot
 from cache.prefix_cache import PrefixCache
-from tests.support import free_port
+from tests.support import free_port, until
 from worker.replica import new_generation
 from worker.reporter import ContractMismatchError, FencedError, RegistryError, Reporter, contract_differences
 
@@ -124,12 +123,6 @@ class Source:
             return await self.replayed() == self.resident()
         except RedisConnectionError:  # the server was restarted under this client
             return False
-
-
-async def until(condition: Callable[[], Any], guard_s: float = 20.0) -> None:
-    async with asyncio.timeout(guard_s):
-        while not await condition():
-            await asyncio.sleep(0.01)
 
 
 async def test_everything_has_its_place_and_its_time_to_live(valkey_url: str) -> None:

@@ -13,6 +13,7 @@ from warmfront_pb.v1 import common_pb2, worker_pb2
 
 from cache.block_hash import HashScheme
 from tests.fakes.runner import FakeRunner
+from tests.support import until
 from tests.worker.served import Client, Reply, config_for, serve, unpacked
 from worker.batch import SequenceSlice, TokenLogprobs
 from worker.replies import MAX_OUTPUT_KEYS, trailing_metadata
@@ -140,7 +141,7 @@ async def test_when_the_client_goes_the_request_is_cancelled_within_a_step(valke
         call = served.client.start(PROMPT, sampling={"max_tokens": 400})
         await call.read()
         call.cancel()
-        await wait_until(lambda: served.worker._service.num_requests == 0)
+        await until(lambda: served.worker._service.num_requests == 0)
         steps = len(served.runner.batches)
         await asyncio.sleep(0.1)
         assert len(served.runner.batches) <= steps + 2
@@ -188,18 +189,12 @@ async def rest_of(call: Any) -> list[Any]:
     return messages
 
 
-async def wait_until(condition: Any) -> None:
-    async with asyncio.timeout(20):
-        while not condition():
-            await asyncio.sleep(0.01)
-
-
 async def test_a_deadline_ends_the_request_in_the_worker_too(valkey_url: str) -> None:
     async with serve(config_for(valkey_url), step_s=0.01) as served:
         error = await served.client.fail(PROMPT, timeout=0.2, sampling={"max_tokens": 400})
         assert error.code() is grpc.StatusCode.DEADLINE_EXCEEDED
-        await wait_until(lambda: served.worker._service.num_requests == 0)
-        await wait_until(lambda: served.worker._service.lease().cache.kv_blocks_used == 0)
+        await until(lambda: served.worker._service.num_requests == 0)
+        await until(lambda: served.worker._service.lease().cache.kv_blocks_used == 0)
 
 
 async def test_a_full_queue_answers_resource_exhausted(valkey_url: str) -> None:
@@ -207,7 +202,7 @@ async def test_a_full_queue_answers_resource_exhausted(valkey_url: str) -> None:
         first = served.client.start(PROMPT, sampling={"max_tokens": 400})
         await first.read()
         second = served.client.start(PROMPT, sampling={"max_tokens": 1})
-        await wait_until(lambda: served.worker._service.num_requests == 2)
+        await until(lambda: served.worker._service.num_requests == 2)
         error = await served.client.fail(PROMPT, sampling={"max_tokens": 1})
         assert error.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
         first.cancel()
@@ -280,7 +275,7 @@ async def test_resetting_the_cache_is_refused_while_requests_run(valkey_url: str
             await served.client.stub.ResetCache(request, metadata=served.client.metadata)
         assert raised.value.code() is grpc.StatusCode.FAILED_PRECONDITION
         call.cancel()
-        await wait_until(lambda: served.worker._service.lease().cache.kv_blocks_used == 0)
+        await until(lambda: served.worker._service.lease().cache.kv_blocks_used == 0)
         reply = await served.client.stub.ResetCache(request, metadata=served.client.metadata)
         assert reply.blocks >= 2
         assert (await served.client.generate(PROMPT, sampling={"max_tokens": 1})).usage.cached_tokens == 0
