@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from array import array
 from typing import Any
 
@@ -15,7 +16,7 @@ from cache.block_hash import HashScheme
 from tests.fakes.runner import FakeRunner
 from tests.support import until
 from tests.worker.served import Client, Reply, config_for, serve, unpacked
-from worker.batch import SequenceSlice, TokenLogprobs
+from worker.batch import SequenceSlice, SliceResult, StepBatch, TokenLogprobs
 from worker.replies import MAX_OUTPUT_KEYS, trailing_metadata
 from worker.request import Ending, Piece
 from worker.service import Mailbox
@@ -293,11 +294,26 @@ async def test_the_model_is_described_for_routers_and_the_lease_for_everyone(val
     assert "seed" not in str(lease)
 
 
-async def test_the_two_writes_of_a_stream_are_not_held_back(valkey_url: str) -> None:
-    async with serve(config_for(valkey_url), step_s=0.05) as served:
+class StepByStep(FakeRunner):
+    """Each step waits until it may be computed."""
+
+    def __init__(self) -> None:
+        super().__init__(201, 16)
+        self.may_go_on = threading.Semaphore(0)
+
+    def execute(self, batch: StepBatch) -> list[SliceResult]:
+        self.may_go_on.acquire()
+        return super().execute(batch)
+
+
+async def test_what_a_step_brings_is_written_before_the_next_one(valkey_url: str) -> None:
+    runner = StepByStep()
+    async with serve(config_for(valkey_url), runner=runner) as served, asyncio.timeout(60):
         call = served.client.start(PROMPT, sampling={"max_tokens": 4})
-        messages = [message async for message in call]
-    assert len(messages) == 4, "messages of different steps came as one"
+        for _ in range(4):
+            runner.may_go_on.release()
+            assert len((await call.read()).token_ids) == 4
+        assert await call.read() is grpc.aio.EOF
 
 
 def piece(token_id: int, index: int = 0, text: str = "x", reason: str = "") -> Piece:
