@@ -205,6 +205,20 @@ async def test_a_failed_a_full_and_a_draining_replica_are_named_as_such(cluster:
     assert found[troubled] == "failing"
 
 
+async def test_whatever_keeps_a_replica_from_taking_requests_is_its_reason(cluster: Cluster) -> None:
+    for name in ("ready", "starting", "warming", "draining"):
+        worker = await cluster.add_worker(name)
+        worker.state = common_pb2.ReplicaState.Value(name.upper())
+    await cluster.add_worker("contract", own_contract=True, block_size=32)
+    router = await cluster.add_router()
+    await until(lambda: len(router.fleet.members) == 5 and set(router.fleet.ready) == {"ready"})
+    told = {one["replica"]: (one["reason"], one["detail"]) for one in (await ask(cluster, PROMPT))["replicas"]}
+    assert told.pop("ready") == ("chosen", "")
+    assert "block_size is 32, the fleet has 16" in told["contract"][1]
+    assert {name: reason for name, (reason, _) in told.items()} == {name: name for name in told}
+    assert len(told) == 4
+
+
 async def test_a_warm_replica_that_takes_nothing_is_told_with_what_it_holds_in_each_tier(cluster: Cluster) -> None:
     """20 usable blocks on the device: a prompt of 300 tokens sends most of one of 100 to host memory."""
     worker = await cluster.add_worker("w0", num_blocks=21, num_host_blocks=100)
