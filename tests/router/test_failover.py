@@ -228,6 +228,28 @@ async def test_an_open_breaker_keeps_requests_away_and_closes_again(two: Cluster
     assert await faults(two) == {"w0": "", "w1": ""}
 
 
+@pytest.mark.parametrize(
+    ("status", "is_its_own"),
+    [
+        (grpc.StatusCode.INTERNAL, True),
+        (grpc.StatusCode.UNKNOWN, True),
+        (grpc.StatusCode.INVALID_ARGUMENT, False),
+        (grpc.StatusCode.RESOURCE_EXHAUSTED, False),
+        (grpc.StatusCode.DEADLINE_EXCEEDED, False),
+    ],
+)
+async def test_three_errors_of_its_own_open_a_replica_s_breaker_and_those_of_clients_do_not(
+    cluster: Cluster, status: grpc.StatusCode, is_its_own: bool
+) -> None:
+    worker = await cluster.add_worker("w0")
+    await cluster.add_router()
+    worker.faults.statuses = [status] * 3
+    for number in range(3):
+        assert (await faults(cluster))["w0"] == "", number
+        assert (await cluster.http.post("/v1/completions", json=BODY)).status_code >= 400
+    assert bool((await faults(cluster))["w0"]) == is_its_own
+
+
 async def test_a_client_that_leaves_while_a_failed_replica_is_tried_makes_room_for_the_next_try(two: Cluster) -> None:
     bad = two.workers["w0"]
     numbers = iter(range(2000))
