@@ -15,7 +15,7 @@ import uuid
 from collections.abc import Awaitable, Callable, Collection
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import click
 import grpc
@@ -89,9 +89,8 @@ def hot(
     model: Path | None,
 ) -> None:
     """List the prefixes that a fleet hits most, in order of value per block. They are prompts, in clear."""
-    sets, now_ms = asyncio.run(
-        _ask(redis or _redis_of(fleet), redis_password_file, fleet, lambda source: source.sets())
-    )
+    where = _Fleet(redis or _redis_of(fleet), fleet, redis_password_file)
+    sets, now_ms = asyncio.run(_ask(where, lambda source: source.sets()))
     found = merged(sets, now_ms, _ANY_AGE_S)
     ranked = by_value(found, 1 << 40)
     decode = _decoder(model, {one.tokenizer for one in sets}) if as_text or model is not None else None
@@ -177,46 +176,18 @@ def prewarm(
     if not re.fullmatch(r"[^\s:/]+:\d+|\[[0-9A-Fa-f:.]+\]:\d+", target):
         raise WrongUse(f"--target {target}: write HOST:PORT, as `warmfront status --json` has a worker's address")
     found = None if source == "redis" else read_file(Path(source))
-    url = (redis or _redis_of(fleet)) if found is None else ""
+    where = None if found is not None else _Fleet(redis or _redis_of(fleet), fleet, redis_password_file)
     token = shown_token(read_secret(worker_token_file)) if worker_token_file else ""
     files = TlsFiles.of_worker_client(worker_ca, worker_client_cert, worker_client_key)
     tls = _tls_to_worker(files, worker_server_name)
     filled = Filled()
 
     async def run(shown: Progress) -> None:
+        def tell() -> None:
+            shown.update(f"pre-warming {target}", f"pre-warming {target}: {_done(filled)}")
+
         async with asyncio.timeout(deadline), _channel(target, tls) as channel:
-            worker = Target(channel, target, token)
-            lease, model = await worker.describe()
-            tokenizer = model.contract.tokenizer
-            prefixes = found
-            if prefixes is None:
-                prefixes = await _ask(url, redis_password_file, fleet, lambda source: source.read(tokenizer))
-            plan, filled.wanted = make_plan(
-                prefixes,
-                num_blocks=lease.cache.kv_blocks,
-                block_size=model.contract.block_size,
-                max_model_len=model.max_model_len,
-                vocab_size=model.vocab_size,
-                adapters={str(Adapter(one.name, one.version)) for one in lease.loras},
-            )
-            filled.num_prefixes = len(plan)
-
-            async def compute(prefix: HotPrefix) -> bool:
-                shown.update(f"pre-warming {target}", f"pre-warming {target}: {_done(filled)}")
-                return await worker.compute(prefix)
-
-            if found is not None:  # a file: no Redis tells of the fleet
-                await fill(plan, compute, min_hit_rate, filled)
-                return
-            fleet_of = RedisSource(url, fleet, password_file=redis_password_file)
-
-            async def pressure() -> str:
-                return overload_of(await fleet_of.others(lease.replica))
-
-            try:
-                await fill_unless_pressed(plan, compute, min_hit_rate, filled, pressure)
-            finally:
-                await fleet_of.close()
+            await _fill(Target(channel, target, token), found, where, min_hit_rate, filled, tell)
 
     with Progress() as shown:
         try:
@@ -228,6 +199,61 @@ def prewarm(
         raise Failure(f"{target}: {_done(filled)}; --min-hit-rate is {min_hit_rate:g}, but no more fits or works")
     why = f" ({filled.ended})" if filled.ended.startswith("pressed") else ""
     click.echo(f"{target}: {_done(filled)}{why}")
+
+
+class _Fleet(NamedTuple):
+    """Where a fleet's Redis is asked."""
+
+    url: str
+    name: str
+    password_file: Path | None
+
+    def source(self) -> RedisSource:
+        return RedisSource(self.url, self.name, password_file=self.password_file)
+
+
+async def _fill(
+    worker: Target,
+    found: list[HotPrefix] | None,
+    fleet: _Fleet | None,
+    min_hit_rate: float,
+    filled: Filled,
+    tell: Callable[[], None],
+) -> None:
+    """Computes ``found`` on a worker or, for as long as ``fleet`` can wait, what that hits most.
+
+    One of the two is given; ``tell`` is called before each prefix. Raises ``Failure``.
+    """
+    lease, model = await worker.describe()
+    if fleet is not None:
+        found = await _ask(fleet, lambda source: source.read(model.contract.tokenizer))
+    assert found is not None
+    plan, filled.wanted = make_plan(
+        found,
+        num_blocks=lease.cache.kv_blocks,
+        block_size=model.contract.block_size,
+        max_model_len=model.max_model_len,
+        vocab_size=model.vocab_size,
+        adapters={str(Adapter(one.name, one.version)) for one in lease.loras},
+    )
+    filled.num_prefixes = len(plan)
+
+    async def compute(prefix: HotPrefix) -> bool:
+        tell()
+        return await worker.compute(prefix)
+
+    if fleet is None:  # a file: no Redis tells of replicas that need help
+        await fill(plan, compute, min_hit_rate, filled)
+        return
+    source = fleet.source()
+
+    async def pressure() -> str:
+        return overload_of(await source.others(lease.replica))
+
+    try:
+        await fill_unless_pressed(plan, compute, min_hit_rate, filled, pressure)
+    finally:
+        await source.close()
 
 
 def _tls_to_worker(files: TlsFiles | None, server_name: str | None) -> WorkerTls | None:
@@ -335,19 +361,17 @@ def _redis_of(fleet: str) -> str:
     )
 
 
-async def _ask(
-    url: str, password_file: Path | None, fleet: str, question: Callable[[RedisSource], Awaitable[_T]]
-) -> _T:
+async def _ask(fleet: _Fleet, question: Callable[[RedisSource], Awaitable[_T]]) -> _T:
     """What the fleet's Redis answers. Raises ``WrongUse`` when it cannot be asked."""
     try:
-        parse_redis_url(url).check_password_file(password_file)
+        parse_redis_url(fleet.url).check_password_file(fleet.password_file)
     except RedisUrlError as error:
         raise WrongUse(str(error)) from error
-    source = RedisSource(url, fleet, password_file=password_file)
+    source = fleet.source()
     try:
         return await question(source)
     except (RedisError, OSError) as error:
-        raise WrongUse(f"no Redis answers at {mask_url(url)}: {error}") from error
+        raise WrongUse(f"no Redis answers at {mask_url(fleet.url)}: {error}") from error
     finally:
         await source.close()
 
