@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -75,25 +76,7 @@ def rollout(
         raise WrongUse("--undo goes back to what was: it takes no --model and no --set")
     with wishes.locked():
         current = wishes.read()
-        attempt = _workers_of(current).rollout.attempt  # of what was tried last, whatever has become of it
-        before = _settle(wishes, current)
-        if undo:
-            if before is None:
-                raise WrongUse("--undo: no rollout of this cluster is under way")
-            content = _with_workers_of(before, current)
-        elif before is not None:
-            raise WrongUse(
-                "a rollout that another command has begun is under way: wait for it, or go back by `warmfront rollout "
-                "--undo`"
-            )
-        else:
-            content = copy.deepcopy(current)
-            workers = content["workers"]
-            change_settings(workers, model, changes)
-            rules = workers.setdefault(key_of(workers, "rollout"), {})
-            rules |= {key_of(rules, name): value for name, value in given.items() if value is not None}
-            rules["attempt"] = attempt + 1
-            wishes.keep_before(current)
+        content = _undone(wishes, current) if undo else _changed(wishes, current, model, changes, given)
         try:
             wishes.write(content)
         except WrongUse:
@@ -117,6 +100,37 @@ def rollout(
         if why is not None:
             raise why
     click.echo(f"{'as before' if undo else 'every worker is replaced'} ({time.monotonic() - started_s:.0f} s)")
+
+
+def _undone(wishes: Wishes, current: dict[str, Any]) -> dict[str, Any]:
+    """What was wanted before the rollout that is under way. Raises ``WrongUse`` where none is."""
+    before = _settle(wishes, current)
+    if before is None:
+        raise WrongUse("--undo: no rollout of this cluster is under way")
+    return _with_workers_of(before, current)
+
+
+def _changed(
+    wishes: Wishes, current: dict[str, Any], model: Path | None, changes: tuple[str, ...], rules: Mapping[str, Any]
+) -> dict[str, Any]:
+    """What is to be wanted from now on; ``current`` is kept for the way back. ``rules``: None leaves one as it is.
+
+    Raises ``WrongUse``, also where a rollout is under way.
+    """
+    attempt = _workers_of(current).rollout.attempt  # of what was tried last, whatever has become of it
+    if _settle(wishes, current) is not None:
+        raise WrongUse(
+            "a rollout that another command has begun is under way: wait for it, or go back by `warmfront rollout "
+            "--undo`"
+        )
+    content = copy.deepcopy(current)
+    workers = content["workers"]
+    change_settings(workers, model, changes)
+    known = workers.setdefault(key_of(workers, "rollout"), {})
+    known |= {key_of(known, name): value for name, value in rules.items() if value is not None}
+    known["attempt"] = attempt + 1
+    wishes.keep_before(current)
+    return content
 
 
 def _settle(wishes: Wishes, current: dict[str, Any]) -> dict[str, Any] | None:
