@@ -111,6 +111,7 @@ class SimulatedWorker(worker_pb2_grpc.WorkerServicer):
         self.requests: list[worker_pb2.WorkerGenerateRequest] = []
         self.deadlines_s: list[float | None] = []  # what each was given
         self.metadata: list[dict[str, str]] = []  # that came with each
+        self.drain_deadlines_ms: list[int] = []  # that it was told to drain within
         self.num_asked_for_model = 0
         self.num_cancelled = 0
         self.num_answered = 0  # to their ends
@@ -205,6 +206,7 @@ class SimulatedWorker(worker_pb2_grpc.WorkerServicer):
     ) -> worker_pb2.DrainWorkerResponse:
         await self._authenticate(context)
         self.state = common_pb2.DRAINING
+        self.drain_deadlines_ms.append(request.deadline_ms)
         await self.report()
         return worker_pb2.DrainWorkerResponse(running=self.running)
 

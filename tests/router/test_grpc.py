@@ -162,7 +162,8 @@ async def test_a_cancelled_call_is_cancelled_in_the_worker(client: ReflectiveCli
 async def test_admin_lists_and_drains_replicas(client: ReflectiveClient, cluster: Cluster) -> None:
     answers, _ = await client.call("warmfront.v1.Admin/ListReplicas", {})
     assert [one["lease"]["replica"] for one in answers[0]["replicas"]] == ["w0", "w1"]
-    await client.call("warmfront.v1.Admin/DrainReplica", {"replica": "w0"})
+    await client.call("warmfront.v1.Admin/DrainReplica", {"replica": "w0", "deadlineMs": 7000})
+    assert cluster.workers["w0"].drain_deadlines_ms == [7000]
     await until(lambda: len(cluster.router.fleet.ready) == 1)
     for number in range(4):
         _, trailing = await client.call(GENERATE, token_request(50 + number))

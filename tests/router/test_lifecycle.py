@@ -150,7 +150,9 @@ async def test_a_draining_replica_gets_nothing_new_and_ends_what_it_has(cluster:
     await until(lambda: slow.running == 3)
     await cluster.add_worker("other")
     await until(lambda: len(cluster.router.fleet.ready) == 2)
-    await cluster.http.post("/v1/drain", json={"replica": "slow"})
+    told = await cluster.http.post("/v1/drain", json={"replica": "slow", "deadline_ms": 60_000})
+    assert told.json() == {"replica": "slow", "running": 3}
+    assert slow.drain_deadlines_ms == [60_000]
     await until(lambda: len(cluster.router.fleet.ready) == 1)
     for number in range(4):
         assert await replica_of(cluster, prompt=f"{number} " * 40) == "other"
