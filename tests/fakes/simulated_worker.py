@@ -429,10 +429,7 @@ class SimulatedWorker(worker_pb2_grpc.WorkerServicer):
 
     async def report_events(self) -> None:
         """Write the events made so far; on failure a snapshot stands in for them."""
-        self.cache.take_copies()  # nothing lies in its blocks
-        batch = self.cache.take_events()
-        if batch is not None:
-            self._batches.append(batch)
+        self._take_events()
         async with self._reporting:
             if self.faults.is_reporting_paused:
                 return
@@ -456,6 +453,13 @@ class SimulatedWorker(worker_pb2_grpc.WorkerServicer):
                     self._batches.clear()
                     return
                 self._batches.pop(0)
+                self._take_events()
+
+    def _take_events(self) -> None:
+        self.cache.take_copies()  # nothing lies in its blocks
+        batch = self.cache.take_events()
+        if batch is not None:
+            self._batches.append(batch)
 
     async def report(self) -> None:
         """One heartbeat: contract, snapshot where one is needed, events, lease."""
@@ -472,7 +476,7 @@ class SimulatedWorker(worker_pb2_grpc.WorkerServicer):
             self._needs_snapshot = False
             taken = encode_snapshot(self.cache.snapshot())
             await self._redis.set(snapshot, taken, px=long_ms)
-            await self.report_events()
+        await self.report_events()  # what the lease tells of stands in the stream, or has been lost
         if self.faults.is_silent:
             return
         self._heartbeat += 1
