@@ -399,8 +399,12 @@ class _App:
             text += f": leave the slash at the end out, as in {path.rstrip('/')}"
         elif "/v1" + path in known:
             text += f": OpenAI's API is under /v1, as in base_url=http://{{host}}:{{port}}/v1 and /v1{path}"
+        elif path.startswith("/v1/v1/") and path.removeprefix("/v1") in known:
+            text += f": one /v1 is enough, as in {path.removeprefix('/v1')}"
         elif allowed := (error.headers or {}).get("Allow"):
             text += f": use {allowed}"
+        elif path.startswith("/v1/"):
+            text += ": answers come by OpenAI's /v1/chat/completions and /v1/completions; no other API is offered"
         body = {"error": {"message": sendable(text), "type": "invalid_request_error", "param": None, "code": None}}
         return json_response(body, {**(error.headers or {}), **_own_id(scope)}, error.status_code)
 

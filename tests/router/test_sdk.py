@@ -120,3 +120,11 @@ async def test_a_base_url_without_v1_is_told_what_it_lacks(cluster: Cluster, cli
         await wrong.chat.completions.create(**ASK)
     with pytest.raises(openai.NotFoundError, match="leave the slash at the end out"):
         await client.post("/chat/completions/", cast_to=object, body=ASK)
+
+
+async def test_a_client_of_another_api_is_told_what_is_offered(cluster: Cluster, client: openai.AsyncOpenAI) -> None:
+    for path in ("/messages", "/responses", "/v1/messages"):  # the last by a client that adds a /v1 of its own
+        with pytest.raises(openai.NotFoundError, match="answers come by OpenAI's /v1/chat/completions"):
+            await client.post(path, cast_to=object, body=ASK)
+    with pytest.raises(openai.NotFoundError, match="one /v1 is enough, as in /v1/chat/completions"):
+        await client.post("/v1/chat/completions", cast_to=object, body=ASK)
