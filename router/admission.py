@@ -214,7 +214,7 @@ class Admission(Generic[T]):
             else:
                 if decisions <= 0:
                     self.look()
-        except Exception:
+        except Exception:  # those who wait have nobody else: the next look must come
             log.exception("looking at the queue failed")
         finally:
             self._loads.release_holds()
