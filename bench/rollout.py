@@ -33,11 +33,13 @@ from typing import Any
 import grpc
 import grpc.aio
 import numpy as np
+import yaml
 from warmfront_pb.v1 import inference_pb2, inference_pb2_grpc
 
 from warmfront.client import Client
 from warmfront.errors import Failure
 from warmfront.processes import child_environment
+from warmfront.run_dir import write_private
 from warmfront.store import EmbeddedValkey, lasting_port
 
 WINDOW_S = 10.0
@@ -154,6 +156,8 @@ class Cluster:
         self._options = options
         self._prewarm = prewarm
         self._valkey = EmbeddedValkey(directory, {})
+        self._config = directory / "redis.yaml"
+        write_private(self._config, yaml.safe_dump({"redis": self._valkey.url}))
         self._processes: dict[str, subprocess.Popen[bytes]] = {}
         self.grpc = f"127.0.0.1:{lasting_port()}"
         self.http = f"http://127.0.0.1:{lasting_port()}"
@@ -203,7 +207,7 @@ class Cluster:
         self._valkey.stop()
 
     def _launch(self, command: str, name: str, flags: list[str]) -> None:
-        common = ["--redis", self._valkey.url, "--fleet", "rollout", "--heartbeat", "500ms", "--lease", "5s"]
+        common = ["--config", str(self._config), "--fleet", "rollout", "--heartbeat", "500ms", "--lease", "5s"]
         with (self._directory / f"{name}.log").open("ab") as log:
             self._processes[name] = subprocess.Popen(
                 [sys.executable, "-m", "warmfront", command, *common, *flags],

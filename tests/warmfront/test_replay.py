@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import random
 import subprocess
 import sys
+import time
 from array import array
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -491,14 +493,52 @@ def test_the_same_load_over_the_wire_comes_to_nearly_the_same(chat_trace: Path) 
     assert 0 < live["ttft_ms"]["p50"] <= live["ttft_ms"]["p99"]
 
 
-def test_one_request_at_a_time_hits_over_the_wire_what_the_virtual_clock_says(chat_trace: Path) -> None:
-    """With room for everything nothing depends on how quick this machine is: who is warm is always known."""
+@dataclass
+class Ran:
+    """One run of `replay --live`, and the command lines of what it started."""
+
+    virtual: dict[str, Any]
+    live: dict[str, Any]
+    command_lines: set[str]
+
+
+@pytest.fixture(scope="module")
+def one_at_a_time(chat_trace: Path) -> Ran:
     fleet = ("--replicas", "2", "--kv-blocks", "200%", "--in-flight", "1", "--block-size", "8", "--json")
     virtual = json.loads(replay(chat_trace, *fleet).stdout)
-    done = replay(chat_trace, *fleet, "--live", "--prefill-tokens-per-s", "4000", "--time-scale", "1")
-    assert done.returncode == 0, done.stderr
+    command = [sys.executable, "-m", "warmfront", "replay", str(chat_trace), *fleet, "--live"]
+    command += ["--prefill-tokens-per-s", "4000", "--time-scale", "1"]
+    seen: set[str] = set()
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=ROOT) as process:
+        while process.poll() is None:
+            seen |= command_lines_of_children(process.pid)
+            time.sleep(0.1)
+        output, errors = process.communicate()
+    assert process.returncode == 0, errors
+    return Ran(virtual, json.loads(output), seen)
+
+
+def command_lines_of_children(pid: int) -> set[str]:
+    found = set()
+    with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # one that has just ended
+        for task in Path(f"/proc/{pid}/task").iterdir():
+            for child in (task / "children").read_text().split():
+                found.add(Path(f"/proc/{child}/cmdline").read_text().replace("\0", " "))
+    return found
+
+
+def test_one_request_at_a_time_hits_over_the_wire_what_the_virtual_clock_says(one_at_a_time: Ran) -> None:
+    """With room for everything nothing depends on how quick this machine is: who is warm is always known."""
+    virtual, live = one_at_a_time.virtual, one_at_a_time.live
     assert virtual["hit_rate"] == pytest.approx(virtual["oracle_hit_rate"], abs=1e-6)
-    assert json.loads(done.stdout)["hit_rate"] == pytest.approx(virtual["hit_rate"], abs=0.01)
+    assert live["hit_rate"] == pytest.approx(virtual["hit_rate"], abs=0.01)
+
+
+def test_no_command_line_of_a_live_replay_holds_the_password_of_its_redis(one_at_a_time: Ran) -> None:
+    lines = one_at_a_time.command_lines
+    assert any(" worker " in line for line in lines)
+    assert any(" router " in line for line in lines)
+    assert not [line for line in lines if "redis://" in line]
 
 
 def test_live_takes_one_setting_and_blocks_that_a_worker_can_have(chat_trace: Path, tmp_path: Path) -> None:

@@ -24,6 +24,7 @@ from pathlib import Path
 import grpc
 import grpc.aio
 import numpy as np
+import yaml
 from warmfront_pb.v1 import inference_pb2, inference_pb2_grpc
 
 from router.flow import bound_of
@@ -33,6 +34,7 @@ from warmfront.processes import child_environment, last_line
 from warmfront.replay.settings import IN_FLIGHT_PER_REPLICA, Settings
 from warmfront.replay.simulation import Outcome, Progress
 from warmfront.replay.trace import MOONCAKE_BLOCK_SIZE, Turn
+from warmfront.run_dir import write_private
 from warmfront.store import EmbeddedValkey, die_with_parent, lasting_port
 from warmfront.values import format_duration
 
@@ -91,7 +93,9 @@ async def _cluster(
     processes: list[subprocess.Popen[bytes]] = []
     try:
         heartbeat_s = settings.heartbeat_s * time_scale
-        common = ["--redis", valkey.url, "--fleet", "replay", "--heartbeat", format_duration(heartbeat_s)]
+        config = directory / "redis.yaml"  # its password is nothing for a list of processes
+        write_private(config, yaml.safe_dump({"redis": valkey.url}))
+        common = ["--config", str(config), "--fleet", "replay", "--heartbeat", format_duration(heartbeat_s)]
         common += ["--lease", format_duration(max(5.0, 5 * heartbeat_s))]
         worker = ["worker", *common, "--engine", "simulated", "--model", "bytes", "--replica-id", "r"]
         worker += ["--count", f"{settings.num_replicas}", "--kv-blocks", f"{settings.kv_blocks}"]
