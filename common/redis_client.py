@@ -169,6 +169,9 @@ class _PasswordFile(CredentialProvider):
             raise RedisConnectionError(str(error)) from error
         return (self._user, password) if self._user is not None else (password,)
 
+    async def get_credentials_async(self) -> tuple[str] | tuple[str, str]:
+        return self.get_credentials()  # as redis-py's own does, which warns of itself each time
+
 
 def _credentials(user: str | None, password: str | None, password_file: Path | None) -> dict[str, Any]:
     if password_file is None:

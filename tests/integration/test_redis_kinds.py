@@ -232,7 +232,9 @@ async def test_the_sentinels_are_asked_one_after_the_other(tmp_path: Path, start
     await unknown.aclose()
 
 
-async def test_servers_with_passwords_of_their_own(tmp_path: Path, started: list[Server]) -> None:
+async def test_servers_with_passwords_of_their_own(
+    tmp_path: Path, started: list[Server], caplog: pytest.LogCaptureFixture
+) -> None:
     data, watch = tmp_path / "data", tmp_path / "watch"
     data.write_text("data-password\n")
     watch.write_text("watch-password\n")
@@ -253,6 +255,7 @@ async def test_servers_with_passwords_of_their_own(tmp_path: Path, started: list
     await client.connection_pool.disconnect()
     assert await client.ping()
     await client.aclose()
+    assert not [one for one in caplog.records if one.name.startswith("redis")]  # it warns of what it has no use for
 
 
 @asynccontextmanager
