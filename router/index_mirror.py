@@ -187,7 +187,7 @@ class IndexMirror:
         if feed.ahead is not None and feed.lease_seq >= feed.ahead.seq:
             feed.ahead = None
         known = max(self.index.last_seq(feed.replica), feed.needed_seq or 0)
-        if feed.lease_seq >= known:
+        if feed.lease_seq >= known or known == feed.strange_seq:  # that one is told of, and its snapshot wanted
             return
         if feed.ahead is None:
             feed.ahead = _Ahead(known, heartbeat)

@@ -330,6 +330,13 @@ class EngineCore:
         self._num_preemptions_reported = preemptions
         if now - self._published_s >= SNAPSHOT_INTERVAL_S or not self._scheduler.has_work:
             self._publish(now)
+        elif report.events:  # the next step may hang: what tells of the events must not tell of less until then
+            self.snapshot = replace(
+                self.snapshot,
+                num_cached_blocks=self._cache.num_cached_blocks,
+                num_host_cached_blocks=self._cache.num_host_cached_blocks,
+                last_event_seq=self._cache.last_seq,
+            )
         if not (report.deliveries or report.events or report.admitted or report.outcomes or report.num_preemptions):
             return None
         self._report = StepReport()

@@ -346,6 +346,26 @@ async def test_what_a_stranger_writes_into_a_stream_is_not_believed_for_long(
         assert one.mirror.applied_seq("w0") == one.applied["w0"] == worker.cache.last_seq
 
 
+async def test_a_stranger_is_told_of_once_where_the_replica_s_engine_makes_no_snapshot(redis_url: str) -> None:
+    async with mirrored(redis_url, "strange-and-hung") as one:
+        worker = await one.boot("w0")
+        for _ in range(10):
+            one.work("w0")
+        await one.settle()
+        resyncs = one.metrics.index_resyncs._value.get()
+        lie = Stored(0, worker.scheme.keys(list(range(5 * BLOCK))))
+        seq = worker.cache.last_seq + 1
+        await xadd(one, "w0", f"{seq}-0", encode_batch(EventBatch("w0", worker.generation, seq, (lie,))))
+        await until(lambda: one.mirror.applied_seq("w0") == seq)
+        lease = common_pb2.ReplicaLease()
+        lease.CopyFrom(one.registry.membership.replicas["w0"].lease)
+        for _ in range(20):  # its leases go on, with nothing new
+            lease.heartbeat += 1
+            one.mirror.audit(lease)
+        assert one.metrics.index_resyncs._value.get() == resyncs + 1
+        await one.settle()
+
+
 async def test_a_stranger_s_snapshot_is_not_believed_for_long(redis_url: str) -> None:
     async with mirrored(redis_url, "strange-snapshot") as one:
         worker = await one.boot("w0")

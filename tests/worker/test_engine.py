@@ -17,13 +17,13 @@ from cache.adapter import Adapter
 from cache.block_hash import BlockChain, ExtraKeys, HashScheme, TokenIds
 from cache.prefix_cache import PrefixCache
 from tests.fakes.runner import FakeRunner
-from tests.worker.engine_bench import BLOCK, Bench, running
+from tests.worker.engine_bench import BLOCK, TABLE, Bench, running
 from tests.worker.engine_load import Load, answers_alone, answers_in_a_crowd, check_engine, check_equal, poison
 from worker.batch import SamplingParams, SequenceSlice, SliceResult, StepBatch
 from worker.engine import EngineStoppedError
-from worker.engine_core import CacheInUseError, choice_seed
-from worker.request import Failure
-from worker.scheduler import QueueFullError
+from worker.engine_core import CacheInUseError, EngineCore, choice_seed, make_running
+from worker.request import Failure, Request
+from worker.scheduler import Limits, QueueFullError
 
 PROMPT = [100 + index for index in range(40)]
 
@@ -379,6 +379,23 @@ async def test_the_snapshot_tells_the_load() -> None:
         assert view.prefill_tokens_per_s > 0
         assert view.num_blocks == 64
         assert view.num_cached_blocks >= 2  # of the prompt; the answer may have filled another by now
+
+
+def test_the_snapshot_tells_of_every_event_that_was_handed_over_since_the_next_step_may_hang() -> None:
+    cache = PrefixCache(65, HashScheme(block_size=BLOCK))
+    core = EngineCore(
+        runner=FakeRunner(65, BLOCK), cache=cache, limits=Limits(8, 64, 1000), table=TABLE, hung_after_s=60
+    )
+    request = Request(id="r", token_ids=array("i", PROMPT), max_tokens=100, ignore_eos=True, sampling=SamplingParams())
+    core.enter(make_running(1, request, lambda item: None, cache.scheme, frozenset({2}), 0.0))
+    num_batches = 0
+    while core.has_work:
+        core.step(0.0)  # the clock stands: no view is due again before the request has ended
+        report = core.take_report(0.0)
+        num_batches += report is not None and report.events is not None
+        assert core.snapshot.last_event_seq == cache.last_seq
+        assert core.snapshot.num_cached_blocks == cache.num_cached_blocks
+    assert num_batches > 3
 
 
 @pytest.mark.parametrize(("token_reuse_min", "num_host_blocks"), [(None, 0), (1, 0), (None, 4), (1, 30)])
