@@ -51,10 +51,8 @@ class Kubelet:
     def start(self, pod: str, spec: Mapping[str, Any], *more: str, container: int = 0) -> subprocess.Popen[bytes]:
         """As ``run``, for a caller who waits for its end. The log is ``log(pod, container)``."""
         words, env = self.command(pod, spec, container)
-        env |= {"PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
+        env |= {"PATH": f"{Path(sys.executable).parent}:{get_binary_path().parent}:{os.environ['PATH']}"}
         env |= {"PYTHONPATH": f"{ROOT}:{ROOT / 'proto'}", "HOME": str(self._folder)}
-        if words[0] == "valkey-server":
-            words[0] = str(get_binary_path())
         with self.log(pod, container).open("ab") as log:
             return subprocess.Popen(
                 [*words, *more], stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT, env=env, cwd=ROOT

@@ -12,6 +12,7 @@ from typing import Any
 import grpc
 import httpx
 import pytest
+import redis
 import yaml
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
@@ -130,11 +131,11 @@ def started(release: Objects, kubelet: Kubelet) -> Iterator[Running]:
     """Valkey, one worker and one router, all of them ready by their own probes."""
     valkey, worker, router = (pod(release, name) for name in ("valkey", "worker", "router"))
     with (
-        kubelet.run("valkey-0", valkey, "--bind", "127.0.0.1"),
+        kubelet.run("valkey-0", valkey, "--bind", "127.0.0.1") as valkey_process,
         kubelet.run("worker-0", worker) as worker_process,
         kubelet.run("router-0", router) as router_process,
     ):
-        processes = {"worker": worker_process, "router": router_process}
+        processes = {"valkey": valkey_process, "worker": worker_process, "router": router_process}
         for name, spec in (("worker", worker), ("router", router)):
 
             def is_ready(name: str = name, spec: dict[str, Any] = spec) -> bool:
@@ -144,6 +145,20 @@ def started(release: Objects, kubelet: Kubelet) -> Iterator[Running]:
 
             wait_until(is_ready, guard_s=GUARD_S, what=f"{name} is ready; {kubelet.log(f'{name}-0')}")
         yield processes
+
+
+def test_the_password_of_redis_is_asked_for_and_stands_in_nobody_s_arguments(
+    release: Objects, running: Running, kubelet: Kubelet
+) -> None:
+    valkey = pod(release, "valkey")
+    password = kubelet.command("valkey-0", valkey)[1]["REDIS_PASSWORD"]
+    for process in running.values():
+        assert password.encode() not in Path(f"/proc/{process.pid}/cmdline").read_bytes()
+    with redis.Redis(port=port(valkey, "redis")) as stranger, pytest.raises(redis.AuthenticationError):
+        stranger.ping()
+    with redis.Redis(port=port(valkey, "redis"), password=password) as client:
+        assert client.ping()
+        assert client.config_get("maxmemory-policy", "save") == {"maxmemory-policy": "noeviction", "save": ""}
 
 
 def test_a_request_is_answered_and_its_repetition_comes_from_the_cache(release: Objects, running: Running) -> None:

@@ -415,6 +415,20 @@ def test_no_secret_stands_in_arguments_or_plain_environment(scenarios: dict[str,
         secrets = [value for item in objects if item["kind"] == "Secret" for value in item["data"].values()]
         rest = json.dumps([item for item in objects if item["kind"] != "Secret"])
         assert not [value for value in secrets if value in rest]
+        for where, spec in pod_specs(objects):
+            for item in spec["containers"]:
+                # A variable is secret that comes from a Secret, or that names such a one.
+                secret: set[str] = set()
+                for variable in item.get("env", []):
+                    if "secretKeyRef" in variable.get("valueFrom", {}) or used(variable.get("value", "")) & secret:
+                        secret.add(variable["name"])
+                words = [*item.get("command", []), *item.get("args", [])]
+                assert not {name for word in words for name in used(word)} & secret, where
+
+
+def used(text: str) -> set[str]:
+    """The variables that Kubernetes replaces in it."""
+    return set(re.findall(r"\$\((\w+)\)", text))
 
 
 # On Ray
