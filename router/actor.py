@@ -11,6 +11,7 @@ from collections.abc import Callable
 from typing import Any
 
 import ray
+import uvloop
 from ray.actor import exit_actor
 
 from common.logs import configure_logging
@@ -36,7 +37,7 @@ class RouterActor:
         self._endpoints: Endpoints | None = None
         self._error: BaseException | None = None
         self._has_started = threading.Event()
-        self._loop = asyncio.new_event_loop()
+        self._loop = uvloop.new_event_loop()
         self._stop = asyncio.Event()
         self._thread = threading.Thread(target=self._run, name="router", daemon=True)
         self._thread.start()

@@ -9,6 +9,8 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
+import uvloop
+
 from common.address import host_port
 from common.beat import Beat
 from common.logs import configure_logging
@@ -191,7 +193,8 @@ def run_router(config: RouterConfig, ready: Callable[[Endpoints], None] | None =
             return 2
         return 0
 
-    return asyncio.run(run())
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        return runner.run(run())
 
 
 def _on_signal(number: int, stop: asyncio.Event) -> None:
