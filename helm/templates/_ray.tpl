@@ -86,18 +86,15 @@ matchExpressions:
 - {name: RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S, value: {{ .drainSeconds | default 0 | quote }}}
 {{- end -}}
 
-{{/* Probes of a Ray node: its raylet, or the head's GCS. Takes the port. */}}
+{{/* Probes of a Ray node: its raylet, or the head's GCS. Takes {port, startup, liveness}, the latter two with what the user
+     wants other than here. */}}
 {{- define "warmfront.rayProbes" -}}
+{{- $asked := dict "grpc" (dict "port" .port) -}}
 startupProbe:
-  grpc: {port: {{ . }}}
-  periodSeconds: 2
-  timeoutSeconds: 2
-  failureThreshold: 60
+  {{- merge $asked (.startup | default dict) (dict "periodSeconds" 2 "timeoutSeconds" 2 "failureThreshold" 60) | toYaml | nindent 2 }}
+{{- $asked = dict "grpc" (dict "port" .port) }}
 livenessProbe:
-  grpc: {port: {{ . }}}
-  periodSeconds: 10
-  timeoutSeconds: 5
-  failureThreshold: 6
+  {{- merge $asked (.liveness | default dict) (dict "periodSeconds" 10 "timeoutSeconds" 5 "failureThreshold" 6) | toYaml | nindent 2 }}
 {{- end -}}
 
 {{/* The resource of Ray that a part takes one of. A change of what its pods agree on with the desired state is another
@@ -137,7 +134,7 @@ spec:
         {{- end }}
       ports:
         - {name: gcs, containerPort: {{ int .Values.ray.ports.gcs }}}
-      {{- include "warmfront.rayProbes" (int .Values.ray.ports.gcs) | nindent 6 }}
+      {{- include "warmfront.rayProbes" (dict "port" (int .Values.ray.ports.gcs)) | nindent 6 }}
       readinessProbe:
         grpc: {port: {{ int .Values.ray.ports.gcs }}}
         periodSeconds: 2

@@ -46,14 +46,14 @@ spec:
         - {name: metrics, containerPort: {{ int $config.ports.metrics }}}
       {{- if $onRay }}
       # The node's own; a router that hangs is the controller's to replace.
-      {{- include "warmfront.rayProbes" $nodeManager | nindent 6 }}
+      {{- include "warmfront.rayProbes" (dict "port" $nodeManager "startup" $config.startupProbe "liveness" $config.livenessProbe) | nindent 6 }}
       {{- else }}
       startupProbe:
         httpGet: {path: /healthz, port: {{ $probed }}}
         {{- toYaml $config.startupProbe | nindent 8 }}
       livenessProbe:
         httpGet: {path: /healthz, port: {{ $probed }}}
-        {{- toYaml $config.livenessProbe | nindent 8 }}
+        {{- merge (dict) $config.livenessProbe (dict "timeoutSeconds" 3 "failureThreshold" 3) | toYaml | nindent 8 }}
       {{- end }}
       readinessProbe:
         httpGet: {path: /readyz, port: {{ $probed }}}

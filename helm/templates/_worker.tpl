@@ -58,11 +58,10 @@ spec:
         {{- range $number := until (int (include "warmfront.workersPerPod" .)) }}
         - {name: metrics-{{ $number }}, containerPort: {{ add $config.ports.metrics $number }}}
         {{- end }}
-      {{- include "warmfront.rayProbes" $nodeManager | nindent 6 }}
+      {{- include "warmfront.rayProbes" (dict "port" $nodeManager "liveness" $config.livenessProbe) | nindent 6 }}
       readinessProbe:
         grpc: {port: {{ $nodeManager }}}
-        periodSeconds: 2
-        timeoutSeconds: 2
+        {{- toYaml $config.readinessProbe | nindent 8 }}
       {{- else }}
       ports:
         - {name: grpc, containerPort: {{ int $config.ports.grpc }}}

@@ -580,6 +580,32 @@ def test_a_worker_is_ready_when_its_health_says_so_and_replaced_before_it_goes(d
     assert liveness["periodSeconds"] * liveness["failureThreshold"] > VALUES["worker"]["drainDeadlineSeconds"]
 
 
+@pytest.mark.parametrize(
+    "mode",
+    [["ray.mode=none"], ["ray.mode=static"], RAY_WORKERS, ["ray.mode=kuberay", "worker.placement=ray"]],
+    ids=["none", "static", "static workers", "kuberay workers"],
+)
+def test_a_probe_has_the_timing_of_the_values_in_every_mode(helm: Helm, mode: list[str]) -> None:
+    probes = {
+        "router": ["startupProbe", "livenessProbe", "readinessProbe"],
+        "worker": ["livenessProbe", "readinessProbe"],
+    }
+    keys = ("failureThreshold", "periodSeconds", "timeoutSeconds")
+    wanted = {
+        f"{component}.{probe}.{key}": 20 + 3 * number + digit
+        for number, (component, probe) in enumerate((c, p) for c in probes for p in probes[c])
+        for digit, key in enumerate(keys)
+    }
+    more = ["worker.terminationGracePeriodSeconds=2000", "router.terminationGracePeriodSeconds=2000"]
+    objects = helm.template(*set_all([*mode, *more, *(f"{name}={value}" for name, value in wanted.items())]))
+    for name, value in wanted.items():
+        component, probe, key = name.split(".")
+        assert container(objects, component)[probe][key] == value, name
+    for component in probes:
+        left = container(helm.template(*set_all(mode)), component)["livenessProbe"]
+        assert left["failureThreshold"] * left["periodSeconds"] >= 30, "what is not asked for has its default"
+
+
 def test_tls_takes_the_place_of_plain_text_and_probes_go_where_they_need_no_certificate(
     scenarios: dict[str, Objects], defaults: Objects
 ) -> None:
