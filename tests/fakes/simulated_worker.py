@@ -29,6 +29,7 @@ from cache.adapter import Adapter
 from cache.block_hash import DEFAULT_SEED, HashScheme, extra_keys
 from cache.events import EventBatch, encode_batch, encode_snapshot
 from cache.prefix_cache import PrefixCache
+from common.trace import MAX_METADATA_BYTES
 
 TOKEN = "secret"
 TEMPLATE = (
@@ -125,7 +126,9 @@ class SimulatedWorker(worker_pb2_grpc.WorkerServicer):
         self._batches: list[EventBatch] = []
         self._reporting = asyncio.Lock()
         self._redis = redis_asyncio.from_url(spec.redis_url, protocol=2, socket_timeout=1, retry=None)
-        self._server = grpc.aio.server(options=(("grpc.so_reuseport", 0),))
+        # The limit is a real worker's: of what is larger than gRPC's own one some calls are refused, by lot.
+        options = (("grpc.so_reuseport", 0), ("grpc.max_metadata_size", MAX_METADATA_BYTES))
+        self._server = grpc.aio.server(options=options)
         self.register(self._server)
         self._task: asyncio.Task[None] | None = None
         self._is_stopped = False
