@@ -6,6 +6,11 @@
 sum(rate(warmfront_worker_prefix_cache_hits_tokens_total{ {{- .pods -}} }[{{ .window }}] {{ .then }}) and warmfront_worker_prefix_cache_hits_tokens_total{ {{- .pods -}} } offset {{ .before }}) / sum(rate(warmfront_worker_prefix_cache_queries_tokens_total{ {{- .pods -}} }[{{ .window }}] {{ .then }}) and warmfront_worker_prefix_cache_queries_tokens_total{ {{- .pods -}} } offset {{ .before }})
 {{- end -}}
 
+{{/* Share of requests that were answered with 429. Takes the routers' matchers. */}}
+{{- define "warmfront.shedShare" -}}
+sum(rate(warmfront_router_requests_total{ {{- . -}}, code="RESOURCE_EXHAUSTED"}[5m])) / sum(rate(warmfront_router_requests_total{ {{- . -}} }[5m]))
+{{- end -}}
+
 {{- define "warmfront.alerts" -}}
 {{- $rule := .Values.metrics.prometheusRule }}
 {{- $fullname := include "warmfront.fullname" . }}
@@ -72,6 +77,32 @@ sum(rate(warmfront_worker_prefix_cache_hits_tokens_total{ {{- .pods -}} }[{{ .wi
   annotations:
     summary: No worker is ready.
     description: Every request is answered with 503.
+- alert: WarmfrontRoutersAbsent
+  expr: absent(warmfront_router_replicas_ready{ {{- $router -}} })
+  for: 3m
+  labels: {severity: critical}
+  annotations:
+    summary: Prometheus sees no router.
+    description: All of them are gone, or their /metrics cannot be reached; then every other alert about routers is silent too.
+- alert: WarmfrontShedding
+  expr: {{ include "warmfront.shedShare" $router }} > {{ $rule.shedShare }}
+  for: 5m
+  annotations:
+    summary: Requests are refused because every queue is full.
+    description: "{{ `{{ $value | humanizePercentage }}` }} of requests of the last five minutes got 429: more has come than the workers can take."
+- alert: WarmfrontSheddingHalf
+  expr: {{ include "warmfront.shedShare" $router }} > 0.5
+  for: 5m
+  labels: {severity: critical}
+  annotations:
+    summary: Most requests are refused because every queue is full.
+    description: "{{ `{{ $value | humanizePercentage }}` }} of requests of the last five minutes got 429."
+- alert: WarmfrontQueueStands
+  expr: sum(warmfront_router_queue_requests{ {{- $router -}} }) > 0
+  for: 10m
+  annotations:
+    summary: Routers' queues have not been empty for ten minutes.
+    description: "{{ `{{ $value }}` }} requests wait until a worker has room: first tokens come late, and 429 comes next."
 - alert: WarmfrontErrors
   expr: sum(rate(warmfront_router_requests_total{ {{- $router -}}, code=~"INTERNAL|UNAVAILABLE|UNKNOWN|DEADLINE_EXCEEDED"}[5m])) / sum(rate(warmfront_router_requests_total{ {{- $router -}} }[5m])) > 0.01
   for: 5m
@@ -91,6 +122,12 @@ sum(rate(warmfront_worker_prefix_cache_hits_tokens_total{ {{- .pods -}} }[{{ .wi
     description: "{{ `{{ $value | humanizePercentage }}` }} of the hot set was missing: a longer worker.flags.prewarm-deadline, or larger pools."
 {{- if include "warmfront.ray" . }}
 {{- $head := printf "namespace=%q, pod=~%q" .Release.Namespace (printf "%s-head-.+" $fullname) }}
+- alert: WarmfrontControllerAbsent
+  expr: absent(warmfront_controller_parts_wanted{ {{- $head -}} })
+  for: 10m
+  annotations:
+    summary: Prometheus sees no controller.
+    description: Requests go on, but no router or worker that ends on Ray is replaced, and nothing is rolled out or scaled.
 - alert: WarmfrontRolloutFailed
   expr: max by (role) (warmfront_controller_rollout_failed{ {{- $head -}} }) == 1
   annotations:

@@ -9,6 +9,7 @@ from typing import Any
 import promql_parser
 import pytest
 
+from router.errors import HTTP_STATUS
 from router.metrics import RouterMetrics
 from tests.helm.tools import Helm, Objects, one
 from warmfront.controller import ControllerMetrics
@@ -109,6 +110,30 @@ def test_alerts_say_what_it_is_and_carry_the_labels_asked_for(helm: Helm) -> Non
 def test_thresholds_come_from_values(helm: Helm) -> None:
     objects = helm.template("--set", "metrics.prometheusRule.enabled=true,metrics.prometheusRule.lowHitRate=0.55")
     assert [rule for rule in alerts(objects) if rule["expr"].endswith("< 0.55")]
+
+
+def test_every_status_that_is_not_the_client_s_doing_is_watched(scenarios: dict[str, Objects]) -> None:
+    watched: set[str] = set()
+    for rule in alerts(scenarios["production"]):
+        for codes in re.findall(r'code=~?"([^"]+)"', rule["expr"]):
+            watched |= set(codes.split("|"))
+    assert {status for status, (code, _) in HTTP_STATUS.items() if code >= 500 or code == 429} <= watched
+
+
+def test_whoever_is_gone_altogether_is_missed(scenarios: dict[str, Objects]) -> None:
+    rules = alerts(scenarios["production"])
+    missed = {
+        m[1]: rule for rule in rules if (m := re.match(r"absent\(warmfront_(\w+?)_\w+\{[^}]*\}\)$", rule["expr"]))
+    }
+    assert set(missed) == {"router", "controller"}, "without series a comparison never holds"
+    assert missed["router"]["labels"]["severity"] == "critical"
+
+
+def test_the_more_is_shed_the_louder(helm: Helm) -> None:
+    objects = helm.template("--set", "metrics.prometheusRule.enabled=true,metrics.prometheusRule.shedShare=0.2")
+    shed = [rule for rule in alerts(objects) if 'code="RESOURCE_EXHAUSTED"' in rule["expr"]]
+    found = {float(rule["expr"].rpartition(" > ")[2]): rule["labels"]["severity"] for rule in shed}
+    assert found == {0.2: "warning", 0.5: "critical"}
 
 
 def test_monitors_scrape_ports_that_exist(scenarios: dict[str, Objects]) -> None:
