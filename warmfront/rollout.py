@@ -43,7 +43,7 @@ _CONTRACT = (
 @click.option("--batch", type=Integer(1, 64), help="Workers replaced at once.")
 @click.option("--when-below", type=Duration(), help="Begin no batch while more prefill waits per worker.")
 @click.option("--deadline", type=Duration(), help="Of the whole; then it is rolled back. Default: 30m.")
-@click.option("--undo", is_flag=True, help="Go back from a rollout that another command has begun.")
+@click.option("--undo", is_flag=True, help="Go back from a rollout that is under way.")
 @click.option("--no-wait", is_flag=True, help="Only say what is wanted.")
 def rollout(
     *,
@@ -106,7 +106,9 @@ def _undone(wishes: Wishes, current: dict[str, Any]) -> dict[str, Any]:
     """What was wanted before the rollout that is under way. Raises ``WrongUse`` where none is."""
     before = _settle(wishes, current)
     if before is None:
-        raise WrongUse("--undo: no rollout of this cluster is under way")
+        raise WrongUse(
+            "--undo: no rollout of this cluster is under way; what one has changed that has ended, another changes back"
+        )
     return _with_workers_of(before, current)
 
 

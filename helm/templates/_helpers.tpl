@@ -152,7 +152,7 @@ trust-tenant-header: true
 {{- $worker := .Values.worker -}}
 {{- if $worker.keda.enabled -}}{{- max 1 (int $worker.keda.minReplicas) -}}
 {{- else if $worker.ray.autoscale.enabled -}}{{- int $worker.ray.autoscale.minReplicas -}}
-{{- else -}}{{- int $worker.replicas -}}
+{{- else -}}{{- max 1 (int $worker.replicas) -}}
 {{- end -}}
 {{- end -}}
 

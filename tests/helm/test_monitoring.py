@@ -79,6 +79,13 @@ def test_every_query_is_of_this_namespace_and_release(queries: dict[str, str]) -
             assert re.search(r'namespace="default", pod=~"wf-warmfront-(router|worker|head)-\.\+"', matchers), where
 
 
+def test_what_routers_scale_on_is_exported(scenarios: dict[str, Objects]) -> None:
+    metrics = one(scenarios["production"], "HorizontalPodAutoscaler")["spec"]["metrics"]
+    named = {item["pods"]["metric"]["name"] for item in metrics if item["type"] == "Pods"}
+    assert named
+    assert {f"{name}_total" for name in named} <= set(exported()), "prometheus-adapter leaves out the end of a counter"
+
+
 def test_two_releases_have_a_dashboard_each(helm: Helm) -> None:
     made = []
     for release, namespace in (("a", "one"), ("b", "one"), ("a", "two")):

@@ -191,6 +191,15 @@ REFUSED: list[tuple[str, list[str]]] = [
     ("model.path", ["model.volume.existingClaim=c"]),
     ("model.path", ["model.volume.existingClaim=c", "model.path=/models-of-mine/x"]),
     ("model.volume", ["model.path=/models/a", "model.volume.existingClaim=c", "model.volume.source.nfs.server=s"]),
+    ("model.path", ["model.path=models/a"]),
+    ("fullnameOverride", ["fullnameOverride=UPPER_case"]),
+    ("fullnameOverride", ["nameOverride=a.b"]),
+    ("router.resources.requests.memory", ["router.resources.requests.memory=lots"]),
+    ("worker.resources.limits.memory", ["worker.resources.limits.memory=16GiB"]),
+    ("worker.resources", ["worker.resources.request.memory=1Gi"]),
+    ("ray.head.controllerResources.limits.cpu", ["ray.head.controllerResources.limits.cpu=-1"]),
+    ("router.podDisruptionBudget.maxUnavailable", ["router.podDisruptionBudget.maxUnavailable=0%"]),
+    ("worker.podDisruptionBudget.maxUnavailable", ["worker.podDisruptionBudget.maxUnavailable=0"]),
     ("router.replicas", ["router.replicas=1"]),
     ("router.minReadyReplicas", ["router.minReadyReplicas=3"]),
     ("router.flags", ["router.flags.drain-notice=1s"]),
@@ -267,8 +276,6 @@ def test_only_kubernetes_own_objects_are_open_in_the_schema() -> None:
         "global",
         "lifecycle",
         "podSecurityContext",
-        "controllerResources",
-        "resources",
         "securityContext",
         "source",
     }
@@ -536,6 +543,8 @@ def test_the_controller_gives_a_worker_the_time_that_the_kubelet_would(helm: Hel
 @pytest.mark.parametrize(
     ("args", "least"),
     [
+        (["worker.replicas=0"], 1),
+        ([*RAY_WORKERS, "worker.replicas=0"], 1),
         (["worker.replicas=3"], 1),
         (["worker.replicas=4"], 2),
         (["worker.replicas=7"], 2),
@@ -554,6 +563,14 @@ def test_kuberay_is_refused_where_it_is_not(helm: Helm) -> None:
     made = helm.run("template", "wf", str(CHART), "--set", "ray.mode=kuberay")
     assert made.returncode != 0
     assert "KubeRay operator" in made.stderr
+    helm.template("--set", "ray.mode=kuberay", *re.findall(r"--api-versions \S+", made.stderr)[0].rstrip(".\n").split())
+
+
+def test_quantities_are_those_of_kubernetes(helm: Helm) -> None:
+    for said in ("2", "1.5", "500m", "16Gi", "1e9", "128974848"):
+        helm.template("--set", f"worker.resources.limits.memory={said}")
+    limits = container(helm.template("--set", "ray.mode=none,router.resources.limits=null"), "router")["resources"]
+    assert "limits" not in limits
 
 
 # The life of a pod

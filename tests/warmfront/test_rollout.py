@@ -198,6 +198,7 @@ def test_a_rollout_that_another_command_has_begun_can_be_taken_back(cli: Cli, to
     before = read_desired(told.path).groups[0].revision
     nothing = cli("rollout", *where, "--undo")
     assert (nothing.exit_code, "no rollout of this cluster is under way" in nothing.err) == (2, True)
+    assert "another changes back" in nothing.err, "what has ended is not undone"
     assert cli("rollout", *where, "--set", "max-queue=8").exit_code == 0
     assert cli("scale", "3", "--desired", str(told.path), "--no-wait").exit_code == 0
     assert "takes no --model" in cli("rollout", *where, "--undo", "--set", "max-queue=9").err
