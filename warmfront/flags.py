@@ -265,7 +265,7 @@ SECTIONS: dict[str, tuple[Flag, ...]] = {
         Flag("alive-file", FILE, "Write the router's state to this file twice a second while its event loop turns."),
         Flag("max-body-bytes", Integer(min=1024), "Largest HTTP body; above it clients get 413."),
         Flag("continue-streams", bool, "Move a stream whose worker died to another replica."),
-        Flag("log-json", click.BOOL, "Logs as JSON lines."),
+        Flag("log-json", click.BOOL, "Logs as JSON lines, each key=value of a line a field."),
         Flag(
             "log-level",
             click.Choice(["DEBUG", "INFO", "WARNING", "ERROR"], case_sensitive=False),
