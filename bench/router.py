@@ -59,6 +59,7 @@ PROMPT_TOKENS = 8000
 NEWS_TOKENS = 100  # of a next turn
 TOKEN_TIME_S = 0.01  # between small writes
 NUM_EVENT_PROCESSES = 4  # of two replicas each
+NO_AIOHTTP = "aiohttp is not installed; the environment that `make check` makes has it"
 ENOUGH_EVENTS = 0.98  # of those asked for: with fewer the lag is no figure
 CPU_GOAL, ADDED_P50_GOAL_MS = 1.2, 1.3
 _LAG_BUCKET = re.compile(r'^warmfront_router_index_event_lag_seconds_bucket\{le="([^"]+)"\} (\S+)$', re.MULTILINE)
@@ -318,7 +319,7 @@ def _peers(one: Fleet, backend: str) -> Iterator[tuple[str, str]]:
 
 async def bench_http(quick: bool) -> None:
     if importlib.util.find_spec("aiohttp") is None:
-        print("aiohttp is not installed: --only http is left out", file=sys.stderr)
+        print(f"http is left out: {NO_AIOHTTP}", file=sys.stderr)
         return
     from aiohttp import ClientSession, TCPConnector
 
@@ -587,6 +588,8 @@ def main() -> None:
     names = options.only.split(",") if options.only else list(SECTIONS)
     if unknown := [name for name in names if name not in SECTIONS]:
         parser.error(f"--only: {', '.join(unknown)} is none of {', '.join(SECTIONS)}")
+    if names == ["http"] and importlib.util.find_spec("aiohttp") is None:
+        parser.error(f"--only http: {NO_AIOHTTP}")
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the processes are ended
     for name in names:
         asyncio.run(SECTIONS[name](options.quick))

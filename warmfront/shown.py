@@ -18,11 +18,12 @@ def examples(http: str, model: str, *, asks_for_certificates: bool) -> list[str]
         hints += ["  CERT and KEY are what you show yourself, by --tls-client-ca: WARMFRONT_CERT and WARMFRONT_KEY."]
         curl += " --cert CERT --key KEY"
         tls += 'tls.load_cert_chain("CERT", "KEY"); '
-    ask = f'model="{model}", max_tokens=64, messages=[{{"role": "user", "content": "Hello!"}}]'
+    ask = f'model="{model}", max_tokens=64, temperature=0, messages=[{{"role": "user", "content": "Hello!"}}]'
     return [
         *([*hints, ""] if hints else []),
         f"  curl{curl} {http}/v1/chat/completions -H 'content-type: application/json' \\",
-        f"""    -d '{{"model": "{model}", "max_tokens": 64, "messages": [{{"role": "user", "content": "Hello!"}}]}}'""",
+        f"""    -d '{{"model": "{model}", "max_tokens": 64, "temperature": 0, """
+        """"messages": [{"role": "user", "content": "Hello!"}]}'""",
         "",
         "  pip install openai",
         f"  python -c '{tls}from openai import {names}; "
