@@ -42,8 +42,11 @@ class MetricsServer:
                     reason = why_dead()
                 case "/readyz":
                     reason = why_dead() or why_not_ready()
-                case _:
+                case "/metrics":
                     return metrics(environ, start_response)
+                case _:
+                    start_response("404 Not Found", [("content-type", "text/plain; charset=utf-8")])
+                    return [b"there is /metrics, /healthz and /readyz\n"]
             status = "503 Service Unavailable" if reason else "200 OK"
             start_response(status, [("content-type", "text/plain; charset=utf-8")])
             return [f"{reason or 'ok'}\n".encode()]

@@ -259,7 +259,9 @@ class Admission(Generic[T]):
         elif self._drained_by_s is not None and now >= self._drained_by_s:
             self._reject(waiter, "draining", _draining())
         else:
-            error = self._overloaded(f"no replica had room within the {waited_s:.1f} s of --queue-timeout", now)
+            error = self._overloaded(
+                f"no replica had room within --queue-timeout, after {waited_s:.1f} s in the queue", now
+            )
             self._reject(waiter, "queue_timeout", error)
 
     def _overloaded(self, text: str, now: float) -> OverloadedError:

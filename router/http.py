@@ -403,6 +403,8 @@ class _App:
             text += f": one /v1 is enough, as in {path.removeprefix('/v1')}"
         elif allowed := (error.headers or {}).get("Allow"):
             text += f": use {allowed}"
+        elif f"{path}s" in known:
+            text += f": is {path}s meant?"
         elif path.startswith("/v1/"):
             text += ": answers come by OpenAI's /v1/chat/completions and /v1/completions; no other API is offered"
         body = {"error": {"message": sendable(text), "type": "invalid_request_error", "param": None, "code": None}}

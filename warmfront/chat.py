@@ -34,6 +34,9 @@ def chat(*, address: Address, system: str | None, max_tokens: int, temperature: 
 
     client = Client(address)
     model = served_model(client)
+    if lora is not None and lora not in (loaded := _adapters(client)):
+        others = f"loaded: {', '.join(loaded)}" if loaded else "none is"
+        raise Failure(f"no adapter {lora!r} is loaded; {others}")
     stdout.print(Text(f"{model}{f' with {lora}' if lora else ''} at {client.url}. {HELP}", style="dim"))
     messages = _begin(system)
     while True:
@@ -109,6 +112,11 @@ def served_model(client: Client) -> str:
         raise Failure(f"{client.url} serves no model yet: no replica is ready")
     name: str = models[0]["id"]
     return name
+
+
+def _adapters(client: Client) -> list[str]:
+    """The names of those that requests may ask for."""
+    return [one["id"] for one in client.get("/v1/models")["data"][1:]]
 
 
 def summary(answer: Answer) -> dict[str, Any]:

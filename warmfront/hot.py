@@ -39,8 +39,8 @@ from warmfront.errors import DeadlinePassed, Failure, WrongUse
 from warmfront.files import fault_of, read_secret, read_text
 from warmfront.flags import ENV_PREFIX
 from warmfront.run_dir import all_run_dirs
-from warmfront.store import embedded_url
-from warmfront.values import FILE, Duration, Integer, Number, format_duration, mask_url
+from warmfront.store import embedded_url, unusable
+from warmfront.values import FILE, Duration, Integer, Number, format_duration
 from worker.prewarm import PRIORITY, RedisSource, fill, fill_unless_pressed, make_plan, overload_of
 from worker.prewarm import Progress as Filled
 
@@ -371,7 +371,7 @@ async def _ask(fleet: _Fleet, question: Callable[[RedisSource], Awaitable[_T]]) 
     try:
         return await question(source)
     except (RedisError, OSError) as error:
-        raise WrongUse(f"no Redis answers at {mask_url(fleet.url)}: {error}") from error
+        raise unusable(fleet.url, error) from error
     finally:
         await source.close()
 

@@ -188,6 +188,7 @@ class ChildProcesses:
             return seen(is_restarting=True, fault=fault, exit_code=code, error=f"it ended: {fault}")
         if child.role == "router":
             state, not_ready, error = _told_by_router(child.alive)
+            seen = partial(seen, fault=child.fault, exit_code=child.exit_code)
             return seen(pid=pid, state=state, not_ready=not_ready, error=error, answers=True)
         if lease is not None and _boot_ms(lease) < child.started_ms:
             lease = None  # of the process before
@@ -312,7 +313,7 @@ def end_of(code: int, log: Path) -> str:
         name = signal.Signals(-code).name
     except ValueError:
         name = f"signal {-code}"
-    return f"it was killed ({name}){'; for want of memory?' if -code == signal.SIGKILL else ''}"
+    return f"it was killed ({name}{', by somebody or for want of memory' if -code == signal.SIGKILL else ''})"
 
 
 def last_line(log: Path) -> str:

@@ -35,9 +35,11 @@ def status(*, address: Address, as_json: bool, watch: bool) -> None:
             if not watch:
                 return
             time.sleep(1)
-    if not watch:
+    while not watch or not stdout.is_terminal:  # elsewhere Live would show nothing before its end
         stdout.print(render(client.get("/v1/replicas"), client.url))
-        return
+        if not watch:
+            return
+        time.sleep(1)
     with Live(render(client.get("/v1/replicas"), client.url), console=stdout, refresh_per_second=4) as live:
         while True:
             time.sleep(1)

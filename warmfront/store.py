@@ -153,4 +153,10 @@ def check_redis(url: str, password_file: Path | None = None, *, fleet: str = "de
     except RedisUrlError as error:
         raise WrongUse(str(error)) from error
     except (redis.RedisError, OSError) as error:
-        raise WrongUse(f"no Redis answers at {mask_url(url)}: {error}") from error
+        raise unusable(url, error) from error
+
+
+def unusable(url: str, error: Exception) -> WrongUse:
+    """Why a Redis is of no use, in one line: nobody answers there, or somebody does and refuses."""
+    refuses = isinstance(error, redis.AuthenticationError | redis.ResponseError)
+    return WrongUse(f"{'Redis refuses us' if refuses else 'no Redis answers'} at {mask_url(url)}: {error}")

@@ -17,9 +17,9 @@ from common.beat import Beat, why_dead
 from common.metrics_server import MetricsServer
 
 
-def healthz(port: int) -> tuple[int, str]:
+def healthz(port: int, path: str = "/healthz") -> tuple[int, str]:
     try:
-        with urllib.request.urlopen(f"http://127.0.0.1:{port}/healthz", timeout=10) as answer:
+        with urllib.request.urlopen(f"http://127.0.0.1:{port}{path}", timeout=10) as answer:
             return answer.status, answer.read().decode()
     except urllib.error.HTTPError as error:
         return error.code, error.read().decode()
@@ -52,6 +52,13 @@ async def test_a_loop_that_hangs_is_seen_and_one_that_turns_again_is_well(tmp_pa
         await asyncio.sleep(0.05)
     beating.cancel()
     server.stop()
+
+
+def test_the_metrics_port_has_three_paths_and_no_other() -> None:
+    server = MetricsServer(CollectorRegistry(), lambda: "", lambda: "", address="127.0.0.1", port=0)
+    codes = {path: healthz(server.port, path)[0] for path in ("/metrics", "/healthz", "/readyz", "/nope", "/")}
+    server.stop()
+    assert codes == {"/metrics": 200, "/healthz": 200, "/readyz": 200, "/nope": 404, "/": 404}
 
 
 def test_a_beat_s_file_is_none_until_it_beats(tmp_path: Path) -> None:

@@ -22,6 +22,7 @@ class FakeRouter:
     bodies: list[dict[str, Any]] = field(default_factory=list)
     seen: set[tuple[str, str]] = field(default_factory=set)
     drained: list[str] = field(default_factory=list)
+    adapters: list[str] = field(default_factory=list)
     queue: dict[str, Any] = field(default_factory=dict)
     has_busy_replica: bool = False  # one that refuses to reset its cache
     drains: bool = True  # whether a replica that is asked to drain ever leaves
@@ -111,7 +112,8 @@ def fake_router() -> Iterator[FakeRouter]:
                 case "/v1/replicas":
                     self._json(200, {"fleet": "default", "replicas": state.replicas, "queue": state.queue})
                 case "/v1/models":
-                    self._json(200, {"object": "list", "data": [{"id": "fake", "object": "model"}]})
+                    models = [{"id": name, "object": "model"} for name in ("fake", *state.adapters)]
+                    self._json(200, {"object": "list", "data": models})
                 case "/readyz":
                     self._json(200, {})
                 case _:

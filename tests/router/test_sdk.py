@@ -126,5 +126,7 @@ async def test_a_client_of_another_api_is_told_what_is_offered(cluster: Cluster,
     for path in ("/messages", "/responses", "/v1/messages"):  # the last by a client that adds a /v1 of its own
         with pytest.raises(openai.NotFoundError, match="answers come by OpenAI's /v1/chat/completions"):
             await client.post(path, cast_to=object, body=ASK)
+    with pytest.raises(openai.NotFoundError, match="is /v1/chat/completions meant"):
+        await client.post("/chat/completion", cast_to=object, body=ASK)
     with pytest.raises(openai.NotFoundError, match="one /v1 is enough, as in /v1/chat/completions"):
         await client.post("/v1/chat/completions", cast_to=object, body=ASK)

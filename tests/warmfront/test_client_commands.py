@@ -3,6 +3,8 @@ from __future__ import annotations
 import io
 import json
 import socket
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -84,6 +86,11 @@ def test_chat_keeps_the_conversation_and_shows_what_each_answer_cost(cli: Cli, r
 
 
 def test_an_adapter_is_asked_for_by_its_name(cli: Cli, router: FakeRouter) -> None:
+    missing = cli("chat", "--url", router.url, "--lora", "french", stdin="hello\n")
+    assert (missing.exit_code, missing.out) == (1, "")
+    assert "no adapter 'french' is loaded; none is" in missing.err
+    router.adapters = ["french"]
+    assert "loaded: french" in cli("chat", "--url", router.url, "--lora", "dutch", stdin="hello\n").err
     assert "fake with french at" in cli("chat", "--url", router.url, "--lora", "french", stdin="hello\n").out
     cli("generate", "--url", router.url, "--lora", "french", "hello")
     cli("generate", "--url", router.url, "hello")
@@ -107,6 +114,17 @@ def test_status_shows_blocks_hit_rate_and_its_verdict(cli: Cli, router: FakeRout
     line = next(line for line in shown.splitlines() if line.startswith("w0"))
     assert line.split() == ["w0", "READY", "12", "/", "900", "/", "4,096", "22.5", "91%", "88%", "0", "1"]
     assert "w1: prompts differ" in shown
+
+
+def test_status_that_watches_writes_into_a_pipe_as_it_goes(router: FakeRouter) -> None:
+    command = [sys.executable, "-m", "warmfront", "status", "--url", router.url, "--watch"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        heads = 0
+        while heads < 2:
+            heads += "replica" in (line := process.stdout.readline())
+            assert line
+        process.kill()
 
 
 def test_status_shows_no_hit_rate_before_a_request_counts_for_it(cli: Cli, router: FakeRouter) -> None:

@@ -148,6 +148,11 @@ def test_hot_prefixes_are_read_as_text_by_their_own_tokenizer_alone(cli: Cli, st
     assert (missing.exit_code, "no model at" in missing.err) == (2, True)
 
 
+def test_a_redis_that_refuses_a_password_is_not_said_to_be_silent(cli: Cli, store: str) -> None:
+    result = cli("hot", "--redis", store.replace("//", "//somebody:wrong@"))
+    assert (result.exit_code, "Redis refuses us at redis://somebody:***@127.0.0.1" in result.err) == (2, True)
+
+
 def test_a_fleet_without_hot_prefixes_says_so(cli: Cli, store: str) -> None:
     result = cli("hot", "--redis", store, "--fleet", "empty")
     assert (result.exit_code, "has no hot prefixes" in result.out) == (0, True)

@@ -62,6 +62,14 @@ async def test_a_router_on_shared_ports_tells_by_itself_whether_it_can_answer(tm
     worker = await SimulatedWorker(Spec(store, fleet="told")).start()
     await until_told("READY", "")
     await worker.stop()
+    (first,) = await asyncio.to_thread(parts.look, {})
+    os.kill(first.pid, signal.SIGKILL)
+    again = first
+    async with asyncio.timeout(GUARD_S):
+        while again.pid in (0, first.pid):
+            (again,) = await asyncio.to_thread(parts.look, {})
+            await asyncio.sleep(0.05)
+    assert again.fault.startswith("it was killed (SIGKILL")  # also by whoever did not look in between
     hurry = asyncio.Event()
     hurry.set()
     await parts.stop("router", 0, hurry)

@@ -232,7 +232,7 @@ def test_text_of_a_setting_stays_text(cli: Cli, told: Told) -> None:
 def test_a_part_that_was_killed_is_told_as_such(tmp_path: Path) -> None:
     log = tmp_path / "w0.log"
     log.write_text("all is well\n")
-    assert end_of(-signal.SIGKILL, log) == "it was killed (SIGKILL); for want of memory?"
+    assert end_of(-signal.SIGKILL, log) == "it was killed (SIGKILL, by somebody or for want of memory)"
     assert end_of(-signal.SIGSEGV, log) == "it was killed (SIGSEGV)"
     assert end_of(1, log) == "all is well"
 

@@ -127,7 +127,7 @@ class Policies(click.ParamType[list[str]]):
 @click.option(
     "--heartbeat", type=Duration(), default="100ms", show_default=True, help="How often leases tell LRU ages."
 )
-@click.option("--seed", type=Integer(), default=0, show_default=True, help="Of ties and random choices.")
+@click.option("--seed", type=int, default=0, show_default=True, help="Of ties and random choices.")
 @click.option("--limit", type=Integer(min=1), help="Only the trace's first requests.")
 @click.option("--model", type=FILE, help="Whose tokenizer reads text and messages. Default: the packaged SmolLM2.")
 @click.option("--live", is_flag=True, help="Over the wire: real routers and workers around simulated engines.")
