@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import signal
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -12,9 +13,10 @@ from pathlib import Path
 from typing import Any
 
 import click
-from prometheus_client import CollectorRegistry, Gauge, start_http_server
+from prometheus_client import CollectorRegistry, Gauge
 
 from common.logs import configure_logging
+from common.metrics_server import MetricsServer
 from router.launcher import Desired
 from warmfront.desired import read_desired, read_status
 from warmfront.errors import Failure, WrongUse
@@ -26,6 +28,7 @@ from warmfront.values import PORT, THERE
 log = logging.getLogger("warmfront.controller")
 
 _LOOK_S = 1.0
+_STUCK_S = 180.0  # six times the longest answer that a look waits for; Ray's own calls have no limit
 _DRAIN_MARGIN_S = 15.0
 _PREFIX = "warmfront_controller"
 
@@ -82,15 +85,15 @@ def controller(
 
         for number in (signal.SIGTERM, signal.SIGINT):  # not earlier: Ray takes SIGTERM for itself when it starts
             signal.signal(number, lambda *_: stop.set())
-        metrics = ControllerMetrics()
+        metrics, rounds = ControllerMetrics(), Rounds()
         if metrics_port is not None:
             try:
-                start_http_server(metrics_port, addr=listen, registry=metrics.registry)
+                MetricsServer(metrics.registry, str, rounds.why_dead, address=listen, port=metrics_port)
             except OSError as error:
-                raise WrongUse(f"--metrics-port {metrics_port} of {listen} cannot be had: {error.strerror}") from error
+                raise WrongUse(f"--metrics-port {metrics_port}: {error.strerror}") from error
         make = partial(start_controller, desired_file.absolute(), state_dir, desired.fleet)
         actor = make()
-        _follow(actor, make, state_dir, metrics, stop)
+        _follow(actor, make, state_dir, metrics, rounds, stop)
         if ray_address == "local":
             _end_parts(desired)
 
@@ -126,14 +129,37 @@ class ControllerMetrics:
         self._work.set(status.get("signal", {}).get("work", 0))
 
 
+class Rounds:
+    """When ``_follow`` last came round, for whoever asks from another thread: a command that hangs keeps its ports."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._at_s = clock()
+
+    def come(self) -> None:
+        """Once more."""
+        self._at_s = self._clock()
+
+    def why_dead(self) -> str:
+        """Empty while it comes round."""
+        age_s = self._clock() - self._at_s
+        return f"it has looked at nothing for {age_s:.0f} s" if age_s > _STUCK_S else ""
+
+
 def _follow(
-    actor: Any, make: Callable[[], Any], state_dir: Path, metrics: ControllerMetrics, stop: threading.Event
+    actor: Any,
+    make: Callable[[], Any],
+    state_dir: Path,
+    metrics: ControllerMetrics,
+    rounds: Rounds,
+    stop: threading.Event,
 ) -> None:
     """Tells what changes until ``stop``. Makes the actor anew where Ray does not; raises when Ray itself is away."""
     import ray
 
     told: dict[str, Any] = {}
     while not stop.wait(_LOOK_S):
+        rounds.come()
         try:
             ray.get(actor.ping.remote(), timeout=30)
         except ray.exceptions.ActorDiedError:

@@ -174,6 +174,14 @@ spec:
         {{- end }}
       ports:
         - {name: metrics, containerPort: {{ int .Values.ray.ports.controllerMetrics }}}
+      startupProbe: # it listens once it has joined Ray, for which it gives up by itself
+        httpGet: {path: /healthz, port: metrics}
+        periodSeconds: 5
+        failureThreshold: 60
+      livenessProbe:
+        httpGet: {path: /healthz, port: metrics}
+        periodSeconds: 10
+        timeoutSeconds: 5
       resources:
         {{- toYaml $config.controllerResources | nindent 8 }}
       securityContext:

@@ -215,6 +215,11 @@ def test_a_router_s_pod_is_ready_when_the_controller_has_placed_its_router(relea
     assert len(release.router_pids()) == 1
 
 
+def test_the_controller_lives_by_its_probes(release: Release) -> None:
+    controller = {"containers": release.spec("head")["containers"][1:]}
+    assert all(probe(controller, kind) for kind in ("startupProbe", "livenessProbe"))
+
+
 def test_a_request_is_answered_and_its_repetition_comes_from_the_cache(release: Release) -> None:
     cached = []
     for _ in range(2):

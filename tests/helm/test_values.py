@@ -576,6 +576,16 @@ def test_quantities_are_those_of_kubernetes(helm: Helm) -> None:
 # The life of a pod
 
 
+def test_whatever_runs_on_is_asked_whether_it_lives(scenarios: dict[str, Objects]) -> None:
+    parts = {"router", "worker", "valkey", "head", "controller"}  # and not the user's sidecars
+    for objects in scenarios.values():
+        for name, spec in pod_specs(objects):
+            if spec.get("restartPolicy") != "Never":
+                ours = [item for item in spec["containers"] if item["name"] in parts]
+                assert ours
+                assert all({"startupProbe", "livenessProbe"} <= set(item) for item in ours), name
+
+
 def test_grace_exceeds_what_runs_before_the_end(scenarios: dict[str, Objects]) -> None:
     for objects in scenarios.values():
         for component in ("router", "worker"):
