@@ -182,15 +182,19 @@ def run_router(config: RouterConfig, ready: Callable[[Endpoints], None] | None =
 
     async def run() -> int:
         stop = asyncio.Event()
-        if threading.current_thread() is threading.main_thread():
-            loop = asyncio.get_running_loop()
-            for number in (signal.SIGTERM, signal.SIGINT):
-                loop.add_signal_handler(number, _on_signal, number, stop)
+        loop = asyncio.get_running_loop()
+        is_main = threading.current_thread() is threading.main_thread()
+        signals = (signal.SIGTERM, signal.SIGINT) if is_main else ()
+        for number in signals:
+            loop.add_signal_handler(number, _on_signal, number, stop)
         try:
             await serve(config, stop, ready)
         except (OSError, TlsError) as error:
             log.error("%s", error)
             return 2
+        finally:
+            for number in signals:
+                loop.remove_signal_handler(number)  # uvloop leaves them to a closed loop, which hears nothing
         return 0
 
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:

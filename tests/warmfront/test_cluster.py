@@ -196,7 +196,7 @@ def test_a_cluster_starts_serves_mends_itself_and_leaves_nothing(cli: Cli, temp_
         os.kill(old, signal.SIGKILL)
         wait_until(lambda: up.replaced(old), "a new w0")
         assert ask(ready["http"]).completion_tokens == 3
-        said = "w0 has ended and is started again: it was killed (SIGKILL)"
+        said = "w0 has ended and is started again: it was killed (SIGKILL, "
         wait_until(lambda: said in up.err.read_text(), "word of it")
 
         assert up.stop(signal.SIGINT) == 0

@@ -123,7 +123,7 @@ def test_the_embedded_valkey_is_private_and_ends_with_its_cluster(temp_root: Pat
     arguments = Path(f"/proc/{valkey.pid}/cmdline").read_bytes().decode()
     password = valkey.url.split("@")[0].rpartition(":")[2]
     assert password not in arguments
-    with pytest.raises(Exception, match="no Redis answers"):
+    with pytest.raises(Exception, match="Redis refuses us"):
         check_redis(f"redis://127.0.0.1:{valkey.port}/0")  # without the password
     for path in run_dir.path.rglob("*"):
         assert path.is_dir() or password not in path.read_text() or path.stat().st_mode & 0o077 == 0, path
