@@ -1,6 +1,6 @@
 """What `bench/router.py` puts around a router, each in a process of its own: proxies that decide nothing, backends.
 
-python -P bench/router_parts.py grpc-proxy|http-proxy|http-bridge PORT UPSTREAM
+python -P bench/router_parts.py grpc-proxy|grpc-proxy-tuned|http-proxy|http-bridge PORT UPSTREAM
 python -P bench/router_parts.py http-backend PORT
 python -P bench/router_parts.py worker PORT REDIS_URL FLEET
 python -P bench/router_parts.py events REDIS_URL FLEET NAME BATCHES_PER_S
@@ -19,6 +19,7 @@ from typing import Any
 
 import grpc.aio
 import numpy as np
+import uvloop
 from warmfront_pb.v1 import common_pb2, inference_pb2, worker_pb2, worker_pb2_grpc
 
 from cache.block_hash import HashScheme
@@ -286,6 +287,7 @@ async def serve_worker(port: str, redis_url: str, fleet: str) -> None:
 
 PARTS = {
     "grpc-proxy": grpc_proxy,
+    "grpc-proxy-tuned": grpc_proxy,  # on the router's event loop, and started with the router's settings of gRPC
     "http-proxy": http_proxy,
     "http-bridge": http_bridge,
     "http-backend": http_backend,
@@ -294,4 +296,6 @@ PARTS = {
 }
 
 if __name__ == "__main__":
-    asyncio.run(PARTS[sys.argv[1]](*sys.argv[2:]))
+    loop_factory = uvloop.new_event_loop if sys.argv[1] == "grpc-proxy-tuned" else None
+    with asyncio.Runner(loop_factory=loop_factory) as runner:
+        runner.run(PARTS[sys.argv[1]](*sys.argv[2:]))
