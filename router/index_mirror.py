@@ -36,13 +36,15 @@ log = logging.getLogger(__name__)
 _FIELD, _MADE_MS = b"b", b"t"
 _READ_COUNT = 256  # batches of one stream per read
 _READ_BLOCK_MS = 100  # also how late a feed's stream is first read
-_READ_BLOCK_SOON_MS = 5  # while a feed waits for that
+_READ_BLOCK_SOON_MS = 5  # while a feed waits for that, or may have lost events
 _LOAD_PERIOD_S = 0.5  # between looks for snapshots that are needed, where nobody tells of any
 _LEAST_LOAD_PAUSE_S = 0.002
 _READ_PERIOD_S = 0.002  # batches that come closer together share a read, which costs more than they do
 _MAX_LOADS_AT_ONCE = 8
 _FIRST_RETRY_S, _LAST_RETRY_S = 0.1, 2.0
-_ENOUGH_TRIES = 5  # a router whose Redis never holds a snapshot serves all the same
+_FIRST_LOOK_S = 0.05  # between looks for a snapshot, until a worker that lives has written the one asked for
+_QUICK_LOOKS = 8
+_ENOUGH_TRIES = 13  # in about 3 s; a router whose Redis never holds a snapshot serves all the same
 _MAX_GAP = 1 << 20  # events between two looks; a number beyond that is nobody's of ours
 _STRANGE_AFTER_BEATS = 5  # of a replica that has not come as far as what stands in its stream
 _FIRST_DOUBT_S, _LAST_DOUBT_S = 10.0, 600.0  # between snapshots for contradicting events: the engine may be at fault
@@ -73,7 +75,7 @@ class _Feed:
     cursor: str = "0-0"  # the last entry read
     skipped_until_s: float = 0.0  # its stream's key holds something else
     is_told_of: bool = False  # that one of its keys does
-    behind: tuple[int, int] | None = None  # (events applied, reads) when the lease was first ahead of the index
+    behind: tuple[int, int] | None = None  # (events applied, reads) when the lease was seen to be ahead of the index
     ahead: _Ahead | None = None
     strange_seq: int | None = None  # events from this number on are somebody else's, until a lease reaches it
     doubted_seq: int | None = None  # what stood here before this event was wrong
@@ -160,11 +162,7 @@ class IndexMirror:
             self._need_snapshot(feed, feed.doubted_seq, f"event {feed.doubted_seq} contradicts what stood here")
             return
         if last_seq > applied:
-            # The lease may be a moment ahead of the stream. Two whole reads later its events are lost.
-            if feed.behind is None or feed.behind[0] != applied:
-                feed.behind = (applied, feed.num_reads)
-            elif feed.num_reads > feed.behind[1] + 1:
-                self._need_snapshot(feed, last_seq, f"events {applied + 1} to {last_seq} never came")
+            feed.behind = feed.behind or (applied, feed.num_reads)
             return
         feed.behind = None
         if last_seq < applied:
@@ -176,6 +174,17 @@ class IndexMirror:
         elif self.index.is_complete(lease.replica) or self.index.has_room(sum(resident) - sum(held)):
             reason = f"the index holds {held} blocks (device, host), the replica {resident}"
             self._need_snapshot(feed, applied, reason)
+
+    def _look_for_loss(self, feed: _Feed) -> None:
+        """What a lease tells of stood in the stream before it: a read begun since brings it, or it is lost."""
+        if feed.behind is None or not self._is_followed(feed):
+            return
+        applied, num_reads = self.index.last_seq(feed.replica), feed.behind[1] + 1  # one may have begun before
+        if applied != feed.behind[0]:
+            feed.behind = None  # it goes on; the next lease tells how far
+        elif feed.num_reads > num_reads and not feed.is_due:
+            feed.behind = None
+            self._need_snapshot(feed, feed.lease_seq, f"events {applied + 1} to {feed.lease_seq} never came")
 
     def _look_for_strangers(self, feed: _Feed, heartbeat: int) -> None:
         """A replica writes its events before the next lease tells of them, so leases must soon reach what was read.
@@ -338,7 +347,7 @@ class IndexMirror:
     async def _read_streams(self) -> bool:
         """Wait a while for something new in any stream and take it in; whether anything came."""
         now = time.monotonic()
-        is_soon = not all(feed.num_reads for feed in self._feeds.values())
+        is_soon = not all(feed.num_reads and feed.behind is None for feed in self._feeds.values())
         block_ms = _READ_BLOCK_SOON_MS if is_soon else _READ_BLOCK_MS
         feeds = {feed.stream: feed for feed in self._feeds.values() if feed.is_loaded and feed.skipped_until_s <= now}
         if not feeds:
@@ -367,6 +376,7 @@ class IndexMirror:
                 self._observe_lags(fields for _, fields in entries)
         for feed in feeds.values():
             feed.num_reads += 1
+            self._look_for_loss(feed)
         return bool(reply)
 
     def _take(self, feed: _Feed, entry_id: bytes, fields: dict[bytes, bytes]) -> None:
@@ -434,6 +444,6 @@ class IndexMirror:
 
     def _look_later(self, feed: _Feed) -> None:
         """Jittered, so that many routers do not ask in one moment, and later each time."""
-        delay_s = min(_LAST_RETRY_S, _FIRST_RETRY_S * 2 ** min(feed.num_tries, 8))
+        delay_s = min(_LAST_RETRY_S, _FIRST_LOOK_S * 2 ** max(0, min(feed.num_tries - _QUICK_LOOKS, 8)))
         feed.load_at_s = time.monotonic() + delay_s * self._rng.uniform(0.5, 1.5)
         self._has_changed.set()

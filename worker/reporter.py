@@ -1,7 +1,9 @@
 """What this worker tells the fleet through Redis: contract, lease, cache events, snapshots.
 
-One task talks to Redis over one client, so that everything arrives in order. When Redis is away nothing here fails:
-events wait in a bounded queue, and a new snapshot follows as soon as it is back, whether it kept its data or lost it.
+One task talks to Redis over one client, so that everything arrives in order: a lease tells of no event that does not
+stand in the stream before it. Where no event follows one, to show its loss, a lease does, soon and not with the next
+heartbeat alone. When Redis is away nothing here fails: events wait in a bounded queue, and a new snapshot follows as
+soon as it is back, whether it kept its data or lost it.
 
 Keys, prefix ``wf:{<fleet>}:``, all with a time to live that the heartbeat renews:
 
@@ -20,10 +22,11 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import math
 import random
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
@@ -43,7 +46,8 @@ logger = logging.getLogger(__name__)
 
 STREAM_LENGTH = 4096  # batches kept at least
 MAX_QUEUED_BATCHES = 4096  # while Redis is away; beyond it a snapshot says it all
-_LOOKS_PER_HEARTBEAT = 5  # for a router that has missed something: its index is wrong until it has a snapshot
+_LOOKS_PER_HEARTBEAT = 10  # for a router that has missed something: its index is wrong until it has a snapshot
+_TAIL = 0.1  # of a heartbeat without events after some: then a lease says which was the last
 _KEPT_LEASES = 10  # contract, stream and snapshot outlive a heartbeat by so many leases
 _MAX_BACKOFF_S = 2.0
 _REDIS_TIMEOUT_S = 5.0
@@ -107,6 +111,7 @@ class Reporter:
         self._queue: deque[tuple[int, EventBatch]] = deque()  # with the milliseconds since 1970 when they came
         self._wake = asyncio.Event()
         self._next_beat_s = self._next_look_s = 0.0
+        self._tail_s = math.inf  # when a lease has to tell of the events since the last one, should no more come
         self._num_beats = 0
         self._num_written = 0  # of the last beat that reached Redis
         self._beaten = asyncio.Condition()
@@ -223,7 +228,8 @@ class Reporter:
 
     async def _turn(self) -> None:
         now = time.monotonic()
-        if now >= self._next_beat_s:
+        if now >= min(self._next_beat_s, self._tail_s):
+            self._tail_s = math.inf
             self._next_beat_s = now + self._heartbeat_s  # before the beat, during which the state may change again
             self._next_look_s = now + self._heartbeat_s / _LOOKS_PER_HEARTBEAT
             await self._beat()
@@ -238,7 +244,7 @@ class Reporter:
 
     async def _pause(self) -> None:
         """Until there is something to send, or it is time for a heartbeat or for a look."""
-        next_s = min(self._next_beat_s, self._next_look_s)
+        next_s = min(self._next_beat_s, self._next_look_s, self._tail_s)
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(max(0.0, next_s - time.monotonic())):
                 await self._wake.wait()
@@ -270,7 +276,8 @@ class Reporter:
     async def _change_lease(self, change: Callable[[Pipeline, int], None]) -> list[Any]:
         """Apply ``change`` unless a newer boot holds this id (``FencedError``); Redis' answers.
 
-        The last six: the contract; whether it, stream and snapshot were there; whether a snapshot was wanted; the
+        What waits goes before it in the same transaction, so that no lease tells of events that are not there yet. The
+        last six answers: the contract; whether it, stream and snapshot were there; whether a snapshot was wanted; the
         stream's type.
         """
         while True:
@@ -284,6 +291,7 @@ class Reporter:
                         f"this one, {self._generation}, stops"
                     )
                 pipe.multi()  # type: ignore[no-untyped-call]
+                entries = self._add_entries(pipe)
                 change(pipe, seconds * 1000 + microseconds // 1000)
                 if holder and holder != self._generation:  # what an older boot has left
                     name = self._replica_id
@@ -294,10 +302,12 @@ class Reporter:
                 pipe.delete(self._wanted_key)
                 pipe.type(self._stream_key)
                 try:
-                    answers: list[Any] = await pipe.execute()
-                    return answers
+                    answers: list[Any] = await pipe.execute(raise_on_error=False)
                 except WatchError:  # somebody else wrote the lease just now: look again
                     continue
+            _raise_first(answers[len(entries) :])
+            await self._entries_added(entries, answers[: len(entries)])
+            return answers
 
     def _write(self, pipe: Pipeline, now_ms: int) -> None:
         pipe.set(self._lease_key, self._lease(self._num_beats).SerializeToString(), px=self._lease_ms)
@@ -364,9 +374,16 @@ class Reporter:
 
     async def _send(self) -> None:
         """Add what waits to the stream, in one round trip."""
-        entries = list(self._queue)
-        last_seq = entries[-1][1].last_seq
         pipe = self._redis.pipeline(transaction=False)
+        entries = self._add_entries(pipe)
+        # Each time: a newer boot, or somebody who empties Redis, may have removed the stream since the heartbeat.
+        pipe.pexpire(self._stream_key, _KEPT_LEASES * self._lease_ms)
+        answers = await pipe.execute(raise_on_error=False)
+        await self._entries_added(entries, answers[: len(entries)])
+
+    def _add_entries(self, pipe: Pipeline) -> list[tuple[int, EventBatch]]:
+        """What waits, also as commands."""
+        entries = list(self._queue)
         for made_ms, batch in entries:
             pipe.xadd(
                 self._stream_key,
@@ -375,21 +392,24 @@ class Reporter:
                 maxlen=self._stream_length,
                 approximate=True,
             )
-        if not self._has_stream:
-            pipe.pexpire(self._stream_key, _KEPT_LEASES * self._lease_ms)
-        answers = await pipe.execute(raise_on_error=False)
+        return entries
+
+    async def _entries_added(self, entries: Sequence[tuple[int, EventBatch]], answers: Sequence[Any]) -> None:
+        """Redis has answered to these, which wait no more unless they have been refused."""
+        if not entries:
+            return
+        last_seq = entries[-1][1].last_seq
         if any(map(_is_out_of_turn, answers)) and await self._has_strange_entry(last_seq):
             self._has_stream = False
             self._needs_snapshot = True
             return  # what waits is sent again
-        for answer in answers:
-            # A batch sent just before the connection broke is there already; the snapshot to come covers the rest.
-            if isinstance(answer, Exception) and not _is_out_of_turn(answer):
-                raise answer if isinstance(answer, RedisError) else ResponseError(str(answer))
+        # A batch sent just before the connection broke is there already; the snapshot to come covers the rest.
+        _raise_first([answer for answer in answers if not _is_out_of_turn(answer)])
         while self._queue and self._queue[0][1].last_seq <= last_seq:
             self._queue.popleft()
         self._has_stream = True
         self._num_since_snapshot += len(entries)
+        self._tail_s = time.monotonic() + _TAIL * self._heartbeat_s
 
     async def _has_strange_entry(self, last_seq: int) -> bool:
         """Whether somebody else's entry stands in the stream, after all that we have: then the stream goes."""
@@ -400,6 +420,13 @@ class Reporter:
         self.num_repairs += 1
         logger.error("redis held a strange entry in key=%s: removed, number %d", self._stream_key, self.num_repairs)
         return True
+
+
+def _raise_first(answers: Sequence[Any]) -> None:
+    """The first of Redis' answers that is an error, if any."""
+    for answer in answers:
+        if isinstance(answer, Exception):
+            raise answer if isinstance(answer, RedisError) else ResponseError(str(answer))
 
 
 def _is_out_of_turn(answer: object) -> bool:

@@ -298,6 +298,21 @@ async def test_a_lost_last_event_of_an_idle_replica_heals_by_its_lease(redis_url
         assert one.metrics.index_gaps._value.get() == 0
 
 
+async def test_one_lease_that_tells_of_a_lost_event_is_enough_to_ask_for_a_snapshot(redis_url: str) -> None:
+    async with mirrored(redis_url, "one-lease") as one:
+        worker = await one.boot("w0")
+        one.work("w0")
+        await one.settle()
+        one.work("w0")
+        worker.faults.lost_batches = 1
+        await worker.report()
+        assert one.mirror.applied_seq("w0") < worker.cache.last_seq
+        await one.look()
+        await until(lambda: one.client.exists(one.keys.wanted("w0", worker.generation)))
+        await worker.report()
+        await until(lambda: one.is_true("w0"))
+
+
 async def test_one_corrupt_batch_between_two_good_ones_costs_itself_alone(redis_url: str) -> None:
     async with mirrored(redis_url, "corrupt") as one:
         worker = await one.boot("w0")

@@ -52,9 +52,11 @@ class Source:
         self._names = itertools.count()
 
     def _lease(self, heartbeat: int) -> common_pb2.ReplicaLease:
-        return common_pb2.ReplicaLease(
+        lease = common_pb2.ReplicaLease(
             replica="w0", generation=self.generation, heartbeat=heartbeat, state=self.state, contract=CONTRACT
         )
+        lease.cache.last_seq = self.cache.last_seq
+        return lease
 
     def _take_snapshot(self) -> Future[Snapshot]:
         future: Future[Snapshot] = Future()
@@ -188,6 +190,54 @@ async def test_snapshot_and_stream_join_however_often_the_stream_was_cut(valkey_
     assert await source.redis.xlen(source.key("events")) < 600  # the server cuts whole nodes of the stream
     snapshot = decode_snapshot(await source.redis.get(source.key("snapshot")))
     assert snapshot.seq > 0
+    await source.stop()
+
+
+async def test_no_lease_tells_of_an_event_that_does_not_stand_in_the_stream(valkey_url: str) -> None:
+    source = await Source(valkey_url, heartbeat_s=0.01).start()
+    await until(source.agrees)
+    seen: set[int] = set()
+    while len(seen) < 200:
+        source.work(1)
+        await asyncio.sleep(0.0005)
+        async with source.redis.pipeline(transaction=True) as pipe:
+            pipe.get(source.key("replica:w0"))
+            pipe.xrevrange(source.key("events"), count=1)
+            data, newest = await pipe.execute()
+        told = common_pb2.ReplicaLease.FromString(data).cache.last_seq
+        assert told <= (int(newest[0][0].split(b"-")[0]) if newest else 0)
+        seen.add(told)
+    await source.stop()
+
+
+async def test_the_last_event_of_an_idle_worker_is_told_of_by_a_lease_long_before_the_next_heartbeat(
+    valkey_url: str,
+) -> None:
+    source = await Source(valkey_url, heartbeat_s=10.0).start()
+    source.reporter._lease_ms = 60_000
+    await until(source.agrees)
+    source.work(5)
+
+    async def is_told_of() -> bool:
+        lease = await source.lease()
+        return lease is not None and lease.cache.last_seq == source.cache.last_seq
+
+    await until(is_told_of, guard_s=8.0)  # a tenth of a heartbeat, and less than one
+    num_beats = source.reporter._num_beats
+    await asyncio.sleep(1.5)
+    assert source.reporter._num_beats == num_beats, "once, with nothing more to tell"
+    await source.stop()
+
+
+async def test_a_stream_that_somebody_has_removed_comes_back_with_a_time_to_live(valkey_url: str) -> None:
+    source = await Source(valkey_url, heartbeat_s=60.0).start()
+    source.work(5)
+    await until(source.agrees)
+    await source.redis.delete(source.key("events"))  # as a newer boot does, or who empties Redis
+    source.work(5)
+    await until(lambda: source.redis.exists(source.key("events")))
+    await until(lambda: not source.reporter._queue)
+    assert await source.redis.pttl(source.key("events")) > 0
     await source.stop()
 
 
