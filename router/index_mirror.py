@@ -177,12 +177,11 @@ class IndexMirror:
 
     def _look_for_loss(self, feed: _Feed) -> None:
         """What a lease tells of stood in the stream before it: a read begun since brings it, or it is lost."""
-        if feed.behind is None or not self._is_followed(feed):
-            return
+        assert feed.behind is not None
         applied, num_reads = self.index.last_seq(feed.replica), feed.behind[1] + 1  # one may have begun before
-        if applied != feed.behind[0]:
-            feed.behind = None  # it goes on; the next lease tells how far
-        elif feed.num_reads > num_reads and not feed.is_due:
+        if applied != feed.behind[0] or feed.is_due or not self._is_followed(feed):
+            feed.behind = None  # where it goes on the next lease tells how far
+        elif feed.num_reads > num_reads:
             feed.behind = None
             self._need_snapshot(feed, feed.lease_seq, f"events {applied + 1} to {feed.lease_seq} never came")
 
@@ -376,7 +375,8 @@ class IndexMirror:
                 self._observe_lags(fields for _, fields in entries)
         for feed in feeds.values():
             feed.num_reads += 1
-            self._look_for_loss(feed)
+            if feed.behind is not None:
+                self._look_for_loss(feed)
         return bool(reply)
 
     def _take(self, feed: _Feed, entry_id: bytes, fields: dict[bytes, bytes]) -> None:
