@@ -14,7 +14,8 @@ cell. Cells of the Mooncake trace need that file.
 
 Lines with ``goal`` say what was wished for, what came of it and whether that is enough (``goal_met``): of the default
 over all cells; at the frontier of hits and balance (tenants, 8 replicas, 40 %, 32 in flight); there with three routers
-beside one; and with --live there over the wire beside the virtual clock (10 minutes, and two cores for itself).
+beside one; and with --live there over the wire beside the virtual clock (10 minutes, and two cores for itself), of
+which it is the mean of several runs: where a single one goes is chance.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ import math
 import os
 import random
 import runpy
+import statistics
 import sys
 from array import array
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -46,6 +48,7 @@ tenants_load = runpy.run_path(str(Path(__file__).parent / "traces" / "tenants.py
 DECODE_S = 1e-4
 FIRST_SEED = 8
 LIVE_TIME_SCALE = 100.0
+NUDGES, NUDGE = 12, 0.006
 Score = Callable[[Ask, Candidate, Cost], float]
 
 
@@ -337,14 +340,31 @@ def routers_goals(one: dict[str, Any], several: dict[str, Any]) -> Iterator[dict
 
 
 def live_goals(prepared: Prepared) -> Iterator[dict[str, Any]]:
-    """Of a run over the wire beside the one under the virtual clock."""
-    virtual = simulate(prepared.jobs, prepared.scheme, prepared.settings)
+    """Of a run over the wire beside the mean of those under the virtual clock."""
+    virtual = list(_nudged(prepared))
     turns = [job.turn for job in prepared.jobs]
     live = run_live(turns, prepared.scheme.block_size, prepared.settings, LIVE_TIME_SCALE)
     yield {"live": FRONTIER.name, **_figures([(live, prepared.oracle_hit_rate)])}
+    yield {"virtual": FRONTIER.name, "runs": NUDGES, **_figures([(one, prepared.oracle_hit_rate) for one in virtual])}
     for name, share in (("p50", 0.5), ("p95", 0.95)):
-        off = abs(live.ttft_quantile_s(share) / virtual.ttft_quantile_s(share) - 1)
+        quantiles = [one.ttft_quantile_s(share) for one in virtual]
+        mean = sum(quantiles) / len(quantiles)
+        yield {"virtual": FRONTIER.name, f"{name}_deviation": round(statistics.stdev(quantiles) / mean, 4)}
+        off = abs(live.ttft_quantile_s(share) / mean - 1)
         yield _goal(f"live beside virtual: {name} of TTFT, how far off", off, at_most=0.05)
+
+
+def _nudged(prepared: Prepared) -> Iterator[Outcome]:
+    """Runs that differ in speed by less than anybody could tell.
+
+    That is enough for other decisions, and those for others again: where each run goes in the end is as much chance as
+    where one over the wire does, and only their mean says what to expect of it.
+    """
+    for number in range(NUDGES):
+        speed = prepared.settings.prefill_tokens_per_s * (1 + NUDGE * (number / (NUDGES - 1) - 0.5))
+        outcome = simulate(prepared.jobs, prepared.scheme, replace(prepared.settings, prefill_tokens_per_s=speed))
+        outcome.final_caches.clear()
+        yield outcome
 
 
 def main() -> None:

@@ -632,7 +632,6 @@ class PrefixCache:
             stats.num_recomputed_tokens += num_tokens - num_cached
             return False
         if synthetic:
-            stats.num_synthetic_tokens += num_tokens
             return False
         if self.enabled:
             stats.num_requests += 1

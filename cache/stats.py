@@ -15,7 +15,6 @@ class CacheStats:
     """Hit tokens that came back from the host tier."""
     num_recomputed_tokens: int = 0
     """Tokens to be computed again after a preemption."""
-    num_synthetic_tokens: int = 0
     num_copied_tokens: int = 0
     """Hit tokens that were copied out of a block of another prefix."""
     num_lost_tokens: int = 0

@@ -234,6 +234,21 @@ class _CacheCollector(Collector):
             "Prompt tokens that stood in a block which differs further on, and were computed again.",
             stats.num_lost_tokens,
         )
+        yield CounterMetricFamily(
+            "warmfront_worker_recomputed_tokens",
+            "Tokens that requests compute once more after they have lost their blocks.",
+            stats.num_recomputed_tokens,
+        )
+        yield CounterMetricFamily(
+            "warmfront_worker_demoted_blocks",
+            "Block hashes that left the device for host memory.",
+            stats.num_demoted_blocks,
+        )
+        yield CounterMetricFamily(
+            "warmfront_worker_hash_collisions",
+            "Blocks whose hash was that of other tokens (xxhash forms only); they are computed, not reused.",
+            stats.num_collisions,
+        )
         yield SummaryMetricFamily(
             "warmfront_worker_evicted_age_seconds",
             "For how long blocks that left the last tier had been idle.",

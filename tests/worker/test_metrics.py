@@ -74,7 +74,14 @@ def test_synthetic_traffic_is_kept_apart() -> None:
 
 
 def test_steps_tell_of_preemptions_evictions_and_times() -> None:
-    bench = Bench(num_lost_tokens=7, num_evicted_blocks=4, evicted_idle_s=20.0)
+    bench = Bench(
+        num_lost_tokens=7,
+        num_evicted_blocks=4,
+        evicted_idle_s=20.0,
+        num_recomputed_tokens=11,
+        num_demoted_blocks=12,
+        num_collisions=1,
+    )
     batch = EventBatch("w0", "g", 1, (Removed(array("Q", [1, 2, 3]), RemovalReason.EVICTED),))
     bench.metrics.observe(StepReport(events=batch, num_preemptions=2, ttfts_s=[0.2], token_gaps_s=[0.01, 0.02]), 1.0)
     assert bench.value("warmfront_worker_preemptions_total") == 2
@@ -82,6 +89,9 @@ def test_steps_tell_of_preemptions_evictions_and_times() -> None:
     assert bench.value("warmfront_worker_ttft_seconds_count") == 1
     assert bench.value("warmfront_worker_inter_token_seconds_count") == 2
     assert bench.value("warmfront_worker_sub_block_tokens_lost_total") == 7
+    assert bench.value("warmfront_worker_recomputed_tokens_total") == 11
+    assert bench.value("warmfront_worker_demoted_blocks_total") == 12
+    assert bench.value("warmfront_worker_hash_collisions_total") == 1
     assert bench.value("warmfront_worker_evicted_age_seconds_sum") == 20
     assert bench.value("warmfront_worker_evicted_age_seconds_count") == 4
     assert bench.value("warmfront_worker_kv_blocks", state="cached") == 60
